@@ -50,7 +50,7 @@ EXPRESSIONS = {
 
 
 @pytest.mark.parametrize("file", EXPRESSIONS)
-def test_kernels_compile(nvrtc, file):
+def test_every_kernel_compiles_with_nvrtc(nvrtc, file):
     code = nvrtc.compile(
         loader.FOLDER / file, [*loader.options(), "-arch=sm_90"], EXPRESSIONS[file]
     )
@@ -58,13 +58,13 @@ def test_kernels_compile(nvrtc, file):
         assert expression.partition("<")[0].encode() in code
 
 
-def test_a_mistake_is_reported(nvrtc, tmp_path):
+def test_compile_error_names_the_faulty_kernel(nvrtc, tmp_path):
     (tmp_path / "wrong.cu").write_text("__global__ void wrong() { return 1; }")
     with pytest.raises(RuntimeError, match="wrong"):
         nvrtc.compile(tmp_path / "wrong.cu", ["-arch=sm_90"], ["wrong"])
 
 
-def test_all_kernels_are_listed():
+def test_files_table_lists_every_compiled_kernel():
     assert sorted(loader.FILES) == sorted(
         {name.partition("<")[0] for names in EXPRESSIONS.values() for name in names}
     )
@@ -72,12 +72,12 @@ def test_all_kernels_are_listed():
         assert f"{name}(const __grid_constant__" in (loader.FOLDER / file).read_text()
 
 
-def test_the_sources_are_in_the_options():
+def test_compiler_options_include_the_source_digest():
     assert f"-DHPS_SOURCES=0x{loader.digest()}" in loader.options()
     assert len(loader.digest()) == 16
 
 
-def test_the_sources_are_part_of_the_package():
+def test_kernel_table_names_every_cu_file():
     installed = importlib.metadata.distribution("hps-server")
     assert installed is not None
     assert {file.name for file in loader.FOLDER.glob("*.cu")} == set(loader.FILES.values())

@@ -26,7 +26,7 @@ def constants_of_the_header():
     return values
 
 
-def test_the_header_repeats_the_constants():
+def test_header_constants_equal_layout_constants():
     header = constants_of_the_header()
     assert {name: header[name] for name in SHARED} == {n: getattr(layout, n) for n in SHARED}
     assert header["BLOCK"] == loader.BLOCK
@@ -34,7 +34,7 @@ def test_the_header_repeats_the_constants():
         assert header[policy.rule.name] == policy.rule
 
 
-def test_a_bucket_is_one_line_and_a_slot_what_is_read_as_one():
+def test_bucket_is_128_bytes_and_slot_is_16():
     assert layout.SLOT.itemsize == layout.SLOT_BYTES == 16
     assert layout.BUCKET_BYTES == 128 == layout.WAYS * layout.SLOT_BYTES
     assert [layout.SLOT.fields[name][1] for name in ("key", "word", "score")] == [0, 8, 12]
@@ -50,7 +50,7 @@ def test_a_bucket_is_one_line_and_a_slot_what_is_read_as_one():
         ("scatter.cu", "ScatterPart", launch.SCATTER_PART),
     ],
 )
-def test_argument_structs_have_the_same_fields(file, struct, dtype):
+def test_argument_structs_match_their_numpy_dtypes(file, struct, dtype):
     """Same names, same order, same width; nvcc checks the total."""
     body = re.search(rf"struct {struct} {{(.*?)}};", (loader.FOLDER / file).read_text(), re.S)[1]
     fields = re.findall(r"^ +([^;/]*?)(\w+);", body, re.M)
@@ -60,7 +60,7 @@ def test_argument_structs_have_the_same_fields(file, struct, dtype):
 
 
 @given(st.lists(INT64, min_size=1, max_size=50), st.integers(layout.MIN_BUCKETS, 2**26))
-def test_a_key_has_four_halves_in_two_buckets(keys, buckets):
+def test_key_has_four_halves_in_two_buckets(keys, buckets):
     halves = layout.half_buckets(np.array(keys, np.int64), buckets)
     assert (halves >= 0).all()
     assert (halves < 2 * buckets).all()
@@ -72,7 +72,7 @@ def test_a_key_has_four_halves_in_two_buckets(keys, buckets):
     assert (halves[:, 2] + 1 == halves[:, 3]).all()
 
 
-def test_halves_are_filled_evenly():
+def test_hash_spreads_keys_evenly_over_halves():
     halves = layout.half_buckets(np.arange(-50_000, 50_000), 500)
     for choice in (0, 1):
         load = np.bincount(halves[:, choice], minlength=1000)
@@ -82,19 +82,19 @@ def test_halves_are_filled_evenly():
 
 
 @pytest.mark.parametrize(("dim", "dtype", "stride"), [(3, "f2", 32), (8, "f4", 32), (9, "f4", 64)])
-def test_rows_share_no_sector(dim, dtype, stride):
+def test_row_stride_is_a_multiple_of_the_sector(dim, dtype, stride):
     table = EmbeddingTable.make("t", dim, dtype=dtype)
     assert layout.plan_table_shape(table, 1000).stride == stride
 
 
 @given(st.integers(1, layout.MAX_ROWS))
-def test_capacity_is_rounded_up_to_buckets(capacity):
+def test_capacity_is_rounded_up_to_whole_buckets(capacity):
     shape = layout.plan_table_shape(EmbeddingTable.make("t", 8), capacity)
     assert shape.capacity >= capacity
     assert shape.capacity - capacity < layout.WAYS or shape.buckets == layout.MIN_BUCKETS
 
 
-def test_scores_beside_the_slots_take_eight_bytes_each():
+def test_separate_scores_take_eight_bytes_per_slot():
     table = EmbeddingTable.make("t", 8)
     plain, scored = (
         layout.plan_table_shape(table, 1000, scored=scored) for scored in (False, True)
@@ -104,21 +104,21 @@ def test_scores_beside_the_slots_take_eight_bytes_each():
 
 
 @pytest.mark.parametrize("now", [1, 100, 2**31, 2**32 - 3, 0])
-def test_scores_may_wrap(now):
+def test_eviction_ranks_keep_their_order_when_scores_wrap(now):
     past = np.array([2**30, 1000, 8, 1, 0, -1])  # how long ago: -1 is told by a clock read later
     ranks = layout.eviction_ranks((now - past) & layout.SCORE_MASK, now)
     assert (np.diff(ranks) > 0).all()
     assert layout.eviction_ranks(now, now) == ranks[4]
 
 
-def test_rows_that_cannot_be_numbered_are_refused():
+def test_capacity_beyond_29_bit_row_numbers_is_rejected():
     table = EmbeddingTable.make("t", 8)
     with pytest.raises(ConfigError, match="at most"):
         layout.plan_table_shape(table, 2**30)
 
 
 @pytest.mark.parametrize("free", [0, 100, 10**6, 10**9, 10**11, 10**13])
-def test_the_fitting_capacity_fits_and_no_more_would(free):
+def test_fitting_capacity_is_the_largest_that_fits(free):
     table = EmbeddingTable.make("t", 16)
     rows = layout.fitting_capacity(table, free)
     assert rows == 0 or layout.plan_table_shape(table, rows).bytes <= free
@@ -128,11 +128,11 @@ def test_the_fitting_capacity_fits_and_no_more_would(free):
 @pytest.mark.parametrize(
     ("sizes", "unit"), [(128, 16), (128 | 8, 4), (12, 4), (6, 2), (128 | 2, 2), (512 | 256, 16)]
 )
-def test_copies_use_the_widest_unit_that_divides(sizes, unit):
+def test_copy_unit_is_the_widest_that_divides_all_sizes(sizes, unit):
     assert launch.unit_of(sizes) == unit
 
 
-def test_much_pinned_memory_is_read_in_windows():
+def test_large_pinned_memory_is_read_in_windows():
     window, keys = 1 << layout.WINDOW_SHIFT, layout.KEYS_A_WINDOW
     assert [launch.windows_of(size, 1 << 20) for size in (0, window, window + 1)] == [1, 1, 2]
     assert [launch.windows_of(3 * window, n) for n in (3 * keys - 1, 3 * keys)] == [1, 3]
@@ -156,5 +156,5 @@ def test_blocks_cover_all_keys():
         (32, 4, 16, 0),
     ],
 )
-def test_threads_move_alike_or_in_a_loop(row_bytes, tile, unit, moves):
+def test_moves_per_thread_are_fixed_or_zero_for_a_loop(row_bytes, tile, unit, moves):
     assert launch.moves_of(row_bytes, tile, unit) == moves

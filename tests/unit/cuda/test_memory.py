@@ -85,7 +85,7 @@ def rows_offered(error):
 
 
 @pytest.mark.parametrize("refused", [1, 2, 3, 4, 5])
-def test_an_allocation_that_fails_although_enough_was_free(device, refused):
+def test_failed_device_allocation_reports_a_smaller_capacity(device, refused):
     """The arrays that were had are let go, and so count as free; less is offered than was asked for."""
     device(refused)
     shape = plan_table_shape(TABLE, 1_000_000, scored=True)
@@ -99,7 +99,7 @@ def test_an_allocation_that_fails_although_enough_was_free(device, refused):
     assert plan_table_shape(TABLE, offered, scored=True).bytes < shape.bytes
 
 
-def test_a_table_larger_than_what_is_free(device):
+def test_table_larger_than_free_memory_is_rejected_before_allocation(device):
     made = device(0)
     with pytest.raises(ConfigError, match=r"and 1,000,000,000 are free on the device") as error:
         GpuTable(TABLE, 10_000_000)
@@ -108,7 +108,7 @@ def test_a_table_larger_than_what_is_free(device):
 
 
 @pytest.mark.parametrize("host_rows", [100_000, 50_000_000], ids=["fails", "more than is free"])
-def test_pinned_memory_that_can_not_be_had(device, host_rows):
+def test_failed_pinned_allocation_reports_rows_that_fit(device, host_rows):
     device(0)
     rows, size = host_rows, 256 * host_rows
     shape = plan_table_shape(TABLE, rows, rows)
@@ -122,12 +122,12 @@ def test_pinned_memory_that_can_not_be_had(device, host_rows):
     assert rows_offered(error) == int(min(size, FREE_HOST) * 0.95) // 256
 
 
-def test_no_rows_there_take_no_pinned_memory(device):
+def test_no_host_rows_need_no_pinned_memory(device):
     device(0)
     assert memory.pinned(TABLE, plan_table_shape(TABLE, 1000)) is None
 
 
-def test_buffers_that_find_no_memory_are_named(device):
+def test_failed_buffer_allocation_names_the_buffers(device):
     device(0)
     for failure in (MemoryError("allocating 8,388,608 bytes"), NoMemory("out of memory")):
         with (
@@ -139,19 +139,19 @@ def test_buffers_that_find_no_memory_are_named(device):
             raise failure
 
 
-def test_another_failure_is_not_taken_for_one_of_memory(device, monkeypatch):
+def test_other_cuda_errors_are_not_reported_as_out_of_memory(device, monkeypatch):
     made = device(0)
     monkeypatch.setattr(made.cuda.runtime, "CUDARuntimeError", Broken)
     with pytest.raises(Broken), memory.allocate_buffers("4 workspaces"):
         raise Broken("cudaErrorIllegalAddress")
 
 
-def test_what_is_free_on_this_machine():
+def test_free_host_bytes_is_plausible():
     assert 1 << 20 < memory.free_host_bytes() < 1 << 50
 
 
 @pytest.mark.gpu
-def test_pinned_memory_beyond_the_hosts_is_refused_with_what_would_fit():
+def test_pinned_rows_beyond_host_memory_are_rejected_with_the_rows_that_fit():
     table = EmbeddingTable.make("t", 1024)
     rows = 2 * memory.free_host_bytes() // 4096
     with pytest.raises(
@@ -161,7 +161,7 @@ def test_pinned_memory_beyond_the_hosts_is_refused_with_what_would_fit():
 
 
 @pytest.mark.gpu
-def test_devices_are_known_as_nvidias_tools_know_them():
+def test_device_memory_reports_uuid_and_bytes_of_nvidia_smi():
     query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     known = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
     for device in range(device_count()):

@@ -50,14 +50,14 @@ def check(twin):
         assert not twin.words[twin.find(key)] & EMPTY
 
 
-def test_an_empty_table_holds_no_key():
+def test_empty_table_has_no_keys():
     twin = TwinTable(SMALL, DIM)
     _, words, _ = twin.fetch(np.array([0, 1, -1, 2**63 - 1, -(2**63)]))
     assert (words == EMPTY).all()
     assert len(twin.resident()) == 0
 
 
-def test_rows_come_back():
+def test_fetch_returns_written_rows_and_versions():
     twin = TwinTable(SMALL, DIM)
     keys = np.array([0, 1, -1, 2**62, -(2**63), 2**63 - 1])
     put(twin, keys, 7)
@@ -68,7 +68,7 @@ def test_rows_come_back():
     check(twin)
 
 
-def test_a_table_filled_to_three_quarters_holds_nearly_all():
+def test_table_at_three_quarters_load_evicts_almost_no_row():
     shape = plan_table_shape(EmbeddingTable.make("t", DIM), 8000)
     twin = TwinTable(shape, 1)
     keys = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 6000)
@@ -82,7 +82,7 @@ def test_a_table_filled_to_three_quarters_holds_nearly_all():
     assert np.mean(away) < 0.2  # each costs fetch a second look
 
 
-def test_the_stalest_rows_make_room():
+def test_lru_evicts_least_recently_used_rows():
     twin = TwinTable(SMALL, DIM)
     put(twin, np.arange(200))
     used = twin.resident()[::4]
@@ -94,7 +94,7 @@ def test_the_stalest_rows_make_room():
     check(twin)
 
 
-def test_a_use_is_noted_when_the_last_is_an_age_ago():
+def test_fetch_updates_a_score_that_is_an_age_old():
     twin = TwinTable(SMALL, DIM)
     came = twin.clock
     put(twin, np.arange(50))
@@ -106,14 +106,14 @@ def test_a_use_is_noted_when_the_last_is_an_age_ago():
     assert twin.resident(came + 1).tolist() == list(range(10))
 
 
-def test_a_flood_leaves_the_table_full():
+def test_more_keys_than_capacity_fill_every_slot():
     twin = TwinTable(SMALL, DIM)
     put(twin, np.arange(1000))
     assert len(twin.resident()) == SMALL.capacity
     check(twin)
 
 
-def test_an_update_takes_a_spare_row_and_leaves_its_own():
+def test_update_writes_a_spare_row_and_frees_the_old_one():
     twin = TwinTable(SMALL, DIM)
     put(twin, [5], 1)
     before = int(twin.words[twin.find(5)])
@@ -126,7 +126,7 @@ def test_an_update_takes_a_spare_row_and_leaves_its_own():
 
 
 @pytest.mark.parametrize("update", [False, True])
-def test_an_older_version_changes_nothing(update):
+def test_older_version_is_ignored(update):
     twin = TwinTable(SMALL, DIM)
     put(twin, [5], 3)
     before = twin.words.copy()
@@ -134,7 +134,7 @@ def test_an_older_version_changes_nothing(update):
     np.testing.assert_array_equal(twin.words, before)
 
 
-def test_an_evicted_key_is_gone_until_it_comes_again():
+def test_evicted_key_is_missing_until_inserted_again():
     twin = TwinTable(SMALL, DIM)
     put(twin, np.arange(40))
     twin.evict(np.array([7, 8]))
@@ -145,7 +145,7 @@ def test_an_evicted_key_is_gone_until_it_comes_again():
     check(twin)
 
 
-def test_a_tombstone_is_the_first_to_go():
+def test_tombstone_is_evicted_before_rows():
     twin = TwinTable(SMALL, DIM)
     put(twin, np.arange(500))
     twin.clock += 20
@@ -158,7 +158,7 @@ def test_a_tombstone_is_the_first_to_go():
     assert twin.find(9999) is None
 
 
-def test_the_least_used_rows_make_room():
+def test_lfu_evicts_least_frequently_used_rows():
     twin = TwinTable(SMALL, DIM, policy=EvictionPolicy.LFU)
     put(twin, np.arange(300))
     used = twin.resident()[::4]
@@ -171,7 +171,7 @@ def test_the_least_used_rows_make_room():
     check(twin)
 
 
-def test_counts_of_an_older_epoch_go_first():
+def test_lfu_evicts_rows_of_older_epochs_first():
     twin = TwinTable(SMALL, DIM, policy=EvictionPolicy.LFU)
     put(twin, np.arange(300))
     for _ in range(5):
@@ -186,7 +186,7 @@ def test_counts_of_an_older_epoch_go_first():
 
 
 @pytest.mark.parametrize("worth", [50, 1 << 40, 2**64 - 2])
-def test_a_row_worth_less_than_all_others_is_not_admitted(worth):
+def test_row_with_lowest_score_is_not_admitted(worth):
     twin = TwinTable(SMALL, DIM, policy=EvictionPolicy.SCORE)
     keys = np.arange(300)
     put(twin, keys, scores=np.full(300, worth, np.uint64))
@@ -205,7 +205,7 @@ def test_a_row_worth_less_than_all_others_is_not_admitted(worth):
     assert int(twin.scores[twin.find(int(held[0]))]) == worth + 1
 
 
-def test_rows_last_used_in_an_older_epoch_go_first():
+def test_epoch_lru_evicts_rows_of_older_epochs_first():
     twin = TwinTable(SMALL, DIM, policy=EvictionPolicy.EPOCH_LRU)
     put(twin, np.arange(300))
     twin.epoch, used = 1, twin.resident()[::4]
@@ -230,7 +230,7 @@ def test_rows_last_used_in_an_older_epoch_go_first():
     [EvictionPolicy.LRU, EvictionPolicy.EPOCH_LRU, EvictionPolicy.LFU],
     ids=lambda p: p.name,
 )
-def test_the_stalest_rows_make_room_while_scores_wrap(policy):
+def test_least_recent_rows_are_evicted_while_scores_wrap(policy):
     twin = TwinTable(SMALL, DIM, policy=policy)
     twin.clock, twin.epoch = 2**32 - 4, 2 ** (32 - COUNT_BITS) - 1
     put(twin, np.arange(200))
@@ -254,7 +254,7 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=60)
 @given(OPERATIONS)
-def test_it_agrees_with_a_dictionary(operations):
+def test_twin_table_agrees_with_a_dictionary(operations):
     """No more keys than there is room for, so nothing is dropped."""
     twin, held = TwinTable(SMALL, DIM), {}
     for verb, listed, version in operations:
@@ -287,7 +287,7 @@ def test_it_agrees_with_a_dictionary(operations):
                 assert (vectors[i] == held[key][1]).all()
 
 
-def test_the_clock_is_nearly_exact_lru():
+def test_coarse_clock_hit_rate_is_within_one_point_of_exact_lru():
     """Hit rate on a skewed trace, asked and filled in batches, within a point of exact LRU."""
     rng = np.random.default_rng(8)
     capacity, batch = 1024, 64

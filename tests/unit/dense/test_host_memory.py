@@ -57,7 +57,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def test_the_next_start_removes_regions_of_a_killed_process_and_keeps_others(owner):
+def test_start_removes_regions_of_killed_processes_only(owner):
     living, of_living = owner()
     killed, of_killed = owner()
     mine = HostRegion(SMALLEST)
@@ -76,7 +76,7 @@ def test_the_next_start_removes_regions_of_a_killed_process_and_keeps_others(own
     assert not of_living.exists()
 
 
-def test_regions_of_a_process_in_another_pid_namespace_stay_while_it_lives(owner):
+def test_region_of_another_pid_namespace_is_kept_while_its_process_lives(owner):
     command = ("unshare", "--pid", "--fork", "--kill-child")
     if subprocess.run([*command, "true"], capture_output=True).returncode:
         pytest.skip("no pid namespace can be made; run as root")
@@ -88,7 +88,7 @@ def test_regions_of_a_process_in_another_pid_namespace_stay_while_it_lives(owner
     assert not region.exists()
 
 
-def test_a_region_larger_than_shared_memory_is_unavailable_and_leaves_nothing():
+def test_region_larger_than_shared_memory_is_unavailable_and_leaves_no_file():
     with pytest.raises(Unavailable, match=r"/dev/shm has no 35,184,372,088,832 bytes to share"):
         HostRegion(1 << 45)
     assert not list(SHARED.glob(f"*hps-dense-{os.getpid()}-*"))

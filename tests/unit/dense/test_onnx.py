@@ -37,7 +37,7 @@ def two_outputs(tmp_path):
     )
 
 
-def test_predict(two_outputs):
+def test_predict_returns_requested_outputs(two_outputs):
     model = OnnxModel(two_outputs, "cpu")
     assert model.inputs == (
         NetworkTensor("a", "FP32", (-1, 3)),
@@ -53,7 +53,7 @@ def test_predict(two_outputs):
     model.close()
 
 
-def test_many_threads(two_outputs):
+def test_concurrent_runs_return_correct_outputs(two_outputs):
     model = OnnxModel(two_outputs, "cpu")
     wrong = []
 
@@ -70,7 +70,7 @@ def test_many_threads(two_outputs):
     assert not wrong
 
 
-def test_a_failing_run_is_one_line(two_outputs):
+def test_failed_run_raises_a_one_line_error(two_outputs):
     model = OnnxModel(two_outputs, "cpu")
     a = np.ones((2, 3), np.float32)
     with pytest.raises(DenseModelError, match="the dense model failed: ") as error:
@@ -83,7 +83,7 @@ def test_a_failing_run_is_one_line(two_outputs):
     assert len(model.predict({"a": a, "b": a})) == 2
 
 
-def test_inline_only_when_measured_and_quick(two_outputs):
+def test_network_runs_inline_only_when_measured_and_fast(two_outputs):
     model = OnnxModel(two_outputs, "cpu", inline_us=1e6)
     assert not model.runs_inline(1)
     model.warm_up()
@@ -96,7 +96,7 @@ def test_inline_only_when_measured_and_quick(two_outputs):
     assert not never.runs_inline(1)
 
 
-def test_warm_up_fails_at_start_not_at_the_first_request(tmp_path):
+def test_warm_up_reports_a_network_that_cannot_run(tmp_path):
     path = write_network(
         tmp_path / "dense.onnx",
         [h.make_node("MatMul", ["a", "b"], ["c"])],
@@ -108,14 +108,14 @@ def test_warm_up_fails_at_start_not_at_the_first_request(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"not a network"])
-def test_not_a_network(tmp_path, content):
+def test_invalid_onnx_file_is_a_model_error(tmp_path, content):
     path = tmp_path / "dense.onnx"
     path.write_bytes(content)
     with pytest.raises(ModelError, match=r"dense.onnx: ONNX Runtime cannot load it"):
         OnnxModel(path)
 
 
-def test_tensors_without_a_protocol_type(tmp_path):
+def test_tensor_type_outside_the_protocol_is_a_model_error(tmp_path):
     path = write_network(
         tmp_path / "dense.onnx",
         [h.make_node("Identity", ["s"], ["t"])],
@@ -178,7 +178,7 @@ RT = "TensorrtExecutionProvider"
         ("cuda", [CUDA, CPU], [CUDA, CPU]),
     ],
 )
-def test_provider(monkeypatch, capfd, provider, available, asked):
+def test_provider_setting_selects_execution_providers(monkeypatch, capfd, provider, available, asked):
     runtime = _Runtime(available, None)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
     assert OnnxModel(Path("x.onnx"), provider, threads=3).provider == asked[0]
@@ -188,7 +188,7 @@ def test_provider(monkeypatch, capfd, provider, available, asked):
     assert runtime.options.intra_op_num_threads == 3
 
 
-def test_cuda_multiplies_float32_in_full_unless_told_otherwise(monkeypatch):
+def test_cuda_uses_tf32_only_when_configured(monkeypatch):
     runtime = _Runtime([CUDA, CPU], None)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
     OnnxModel(Path("x.onnx"), "cuda")
@@ -197,7 +197,7 @@ def test_cuda_multiplies_float32_in_full_unless_told_otherwise(monkeypatch):
     assert runtime.asked[0] == (CUDA, {"device_id": "1", "use_tf32": "1"})
 
 
-def test_a_session_of_a_lane_runs_on_its_stream(monkeypatch):
+def test_lane_session_uses_its_device_and_stream(monkeypatch):
     runtime = _Runtime([CUDA, CPU], None)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
     model = OnnxModel(Path("x.onnx"), "cuda")
@@ -208,7 +208,7 @@ def test_a_session_of_a_lane_runs_on_its_stream(monkeypatch):
     assert options["user_compute_stream"] == "4711"
 
 
-def test_runs_on_cuda_are_recorded_unless_the_settings_say_otherwise(monkeypatch):
+def test_cuda_runs_are_recorded_unless_graphs_are_off(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([CUDA, CPU], None))
     assert OnnxModel(Path("x.onnx"), "cuda").records
     assert not OnnxModel(Path("x.onnx"), "cuda", gpu=GpuOptions(graphs=False)).records
@@ -216,7 +216,7 @@ def test_runs_on_cuda_are_recorded_unless_the_settings_say_otherwise(monkeypatch
     assert not OnnxModel(Path("x.onnx"), "tensorrt").records
 
 
-def test_tensorrt_narrows_by_itself(monkeypatch):
+def test_tensorrt_gets_the_float16_option(monkeypatch):
     runtime = _Runtime([RT, CUDA, CPU], None)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
     OnnxModel(Path("x.onnx"), "tensorrt", gpu=GpuOptions(precision="float16"))
@@ -224,7 +224,7 @@ def test_tensorrt_narrows_by_itself(monkeypatch):
     assert [each[0] for each in runtime.asked[1:-1]] == [CUDA]
 
 
-def test_tensorrt_that_is_not_there_or_does_not_load(monkeypatch):
+def test_missing_or_broken_tensorrt_is_a_config_error(monkeypatch):
     """onnxruntime-gpu comes with the provider, but not with TensorRT itself."""
     runtime = _Runtime([CUDA, CPU], None)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
@@ -239,7 +239,7 @@ def test_tensorrt_that_is_not_there_or_does_not_load(monkeypatch):
             OnnxModel(Path("x.onnx"), "tensorrt")
 
 
-def test_a_network_on_a_gpu_leaves_the_thread_its_device(monkeypatch):
+def test_gpu_network_restores_the_threads_current_device(monkeypatch):
     """ONNX Runtime makes its device the thread's own, and leaves it at that."""
     current = SimpleNamespace(device=0)
     cuda = SimpleNamespace(
@@ -271,13 +271,13 @@ def test_a_network_on_a_gpu_leaves_the_thread_its_device(monkeypatch):
     assert (inside, current.device) == ([1], 1)
 
 
-def test_float16_is_for_gpus(monkeypatch):
+def test_float16_on_a_cpu_is_a_config_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([CPU], None))
     with pytest.raises(ConfigError, match="a CPU is slower in float16"):
         OnnxModel(Path("x.onnx"), "auto", gpu=GpuOptions(precision="float16"))
 
 
-def test_a_narrowed_network_takes_and_gives_what_it_did(tmp_path):
+def test_float16_conversion_keeps_float32_inputs_and_outputs(tmp_path):
     weights = h.make_tensor("w", T.FLOAT, [3, 2], np.linspace(-1, 1, 6, dtype=np.float32))
     path = write_network(
         tmp_path / "dense.onnx",
@@ -298,20 +298,20 @@ def test_a_narrowed_network_takes_and_gives_what_it_did(tmp_path):
     assert kinds == {T.FLOAT16}
 
 
-def test_cuda_that_is_not_there(monkeypatch):
+def test_missing_cuda_provider_is_a_config_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([CPU], None))
     with pytest.raises(ConfigError, match="install onnxruntime-gpu over it"):
         OnnxModel(Path("x.onnx"), "cuda")
 
 
-def test_cuda_that_does_not_load(monkeypatch):
+def test_cuda_provider_that_fails_to_load_is_an_error_unless_auto(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([CUDA, CPU], [CPU]))
     with pytest.raises(ConfigError, match=f"fell back to {CPU}"):
         OnnxModel(Path("x.onnx"), "cuda")
     assert OnnxModel(Path("x.onnx"), "auto").provider == CPU
 
 
-def test_first_line_of_an_error_without_text():
+def test_first_line_of_an_empty_error_is_its_class_name():
     assert module.first_line(ValueError()) == "ValueError"
 
 
@@ -327,7 +327,7 @@ USER, HIST = NetworkTensor("user", "FP32", (-1, 4)), NetworkTensor("hist", "FP32
 CTR = NetworkTensor("ctr", "FP32", (-1, 1))
 
 
-def test_a_fitting_network():
+def test_matching_network_passes_the_check():
     check_network("m", _Network(), [USER, HIST], [CTR])
     half = NetworkTensor("user", "FP16", (-1, 4))
     check_network("m", _Network(), [half, HIST], [CTR])
@@ -366,12 +366,12 @@ def test_a_fitting_network():
         ),
     ],
 )
-def test_a_network_that_does_not_fit(fed, served, message):
+def test_mismatching_network_is_a_model_error(fed, served, message):
     with pytest.raises(ModelError, match=message):
         check_network("m", _Network(), fed, served)
 
 
-def test_a_network_with_a_fixed_batch():
+def test_network_with_a_fixed_batch_is_a_model_error():
     class Fixed(_Network):
         inputs = (NetworkTensor("user", "FP32", (1, 4)),)
 

@@ -16,7 +16,7 @@ OnnxModel(Path(sys.argv[1]))
 """
 
 
-def test_onnxruntime_leaves_nothing_in_the_home_folder(tmp_path):
+def test_onnxruntime_writes_no_file_to_the_home_folder(tmp_path):
     environment = {n: v for n, v in os.environ.items() if not n.startswith(("ORT_", "XDG_"))}
     environment["HOME"] = str(tmp_path)
     subprocess.run([sys.executable, "-c", CODE, str(NETWORK)], env=environment, check=True)

@@ -148,7 +148,7 @@ AWAY = TritonUnavailable("away")
 
 
 @pytest.mark.parametrize("error", [LATE, LOST, AWAY])
-def test_what_a_late_run_writes_is_nobody_elses(triton, opened, error):
+def test_region_of_a_failed_run_is_never_used_again(triton, opened, error):
     network = opened(ThreadRegions())
     triton.faults["infer"] = [error]
     with pytest.raises((DeadlineExceeded, DenseModelError, Unavailable)):
@@ -161,7 +161,7 @@ def test_what_a_late_run_writes_is_nobody_elses(triton, opened, error):
         SharedMemory(late.region)
 
 
-def test_a_triton_started_anew_hears_of_a_region_of_another_name(triton, opened):
+def test_restarted_triton_gets_a_region_with_a_new_name(triton, opened):
     network = opened(ThreadRegions())
     doubled(network, 1)
     triton.regions.popitem()[1].close()
@@ -169,7 +169,7 @@ def test_a_triton_started_anew_hears_of_a_region_of_another_name(triton, opened)
     assert len(set(triton.ever)) == len(triton.ever) == 2
 
 
-def test_memory_grows_while_triton_is_away(triton, opened):
+def test_region_grows_after_registrations_failed(triton, opened):
     network = opened(ThreadRegions())
     doubled(network, 1)
     triton.faults |= {"register": [AWAY] * 2, "unregister": [AWAY]}
@@ -180,7 +180,7 @@ def test_memory_grows_while_triton_is_away(triton, opened):
         doubled(network, value, 1 << 16)
 
 
-def test_a_registration_whose_answer_was_lost(triton, opened):
+def test_next_run_succeeds_after_a_registration_timed_out(triton, opened):
     network = opened(ThreadRegions())
     triton.faults["register"] = [LATE]
     with pytest.raises(DeadlineExceeded):
@@ -188,7 +188,7 @@ def test_a_registration_whose_answer_was_lost(triton, opened):
     doubled(network, 2)
 
 
-def test_regions_of_a_process_that_was_killed_are_in_nobodys_way(triton, opened, monkeypatch):
+def test_processes_with_equal_pids_use_different_region_names(triton, opened, monkeypatch):
     monkeypatch.setattr("os.getpid", lambda: 7)
     networks = [opened(ThreadRegions()) for _ in range(2)]  # as two processes of one number
     for network in networks:
@@ -196,7 +196,7 @@ def test_regions_of_a_process_that_was_killed_are_in_nobodys_way(triton, opened,
     assert len(set(triton.ever)) == 2
 
 
-def test_at_the_end_triton_forgets_the_regions_if_it_can(triton, opened):
+def test_close_unregisters_regions_and_can_be_repeated(triton, opened):
     network = opened(ThreadRegions())
     doubled(network, 1)
     triton.faults["unregister"] = [AWAY]
@@ -218,7 +218,7 @@ class Lasting(HostRegion):
         super().drop()
 
 
-def test_memory_that_triton_may_still_write_to_is_kept(triton, opened):
+def test_region_that_triton_may_write_to_is_kept_until_close(triton, opened):
     network = opened(ThreadRegions(Lasting))
     triton.faults |= {"infer": [LATE], "unregister": [AWAY]}
     with pytest.raises(DeadlineExceeded):
@@ -253,7 +253,7 @@ def counted() -> type[Counted]:
     return type("CountedHere", (Counted,), {"there": {}, "made": 0})
 
 
-def test_a_region_that_triton_never_heard_of_is_used_again(triton, opened, counted):
+def test_region_is_reused_if_triton_was_not_reached(triton, opened, counted):
     network = opened(ThreadRegions(counted))
     triton.faults["reach"] = [TritonNotConnected("refused")] * 9
     for _ in range(8):
@@ -271,7 +271,7 @@ def test_a_region_that_triton_never_heard_of_is_used_again(triton, opened, count
     assert counted.made == 2
 
 
-def test_a_region_that_triton_refuses_is_released(triton, opened, counted):
+def test_region_that_triton_rejects_is_released(triton, opened, counted):
     network = opened(ThreadRegions(counted))
     triton.faults["reach"] = [TritonRejected("failed to register shared memory region")] * 4
     for _ in range(2):
@@ -280,7 +280,7 @@ def test_a_region_that_triton_refuses_is_released(triton, opened, counted):
         assert not counted.there
 
 
-def test_what_a_hung_triton_may_use_is_bounded_and_none_of_it_freed(
+def test_regions_of_a_hung_triton_are_bounded_and_not_freed(
     triton, opened, counted, monkeypatch
 ):
     monkeypatch.setattr("hps.dense.triton.shared_regions._STALE_BYTES", 1 << 20)
@@ -312,7 +312,7 @@ def test_what_a_hung_triton_may_use_is_bounded_and_none_of_it_freed(
         (TritonRejected("no such region"), False),
     ],
 )
-def test_a_region_is_released_when_triton_has_let_go_of_it(triton, opened, counted, error, kept):
+def test_stale_region_is_released_once_triton_reports_it_unknown(triton, opened, counted, error, kept):
     network = opened(ThreadRegions(counted))
     triton.faults |= {"infer": [LATE], "unregister": [error]}
     with pytest.raises(DeadlineExceeded):
@@ -322,7 +322,7 @@ def test_a_region_is_released_when_triton_has_let_go_of_it(triton, opened, count
     triton.regions.pop(triton.ever[0]).close()
 
 
-def test_memory_that_triton_does_not_let_go_of_outlives_the_network(triton, counted, caplog):
+def test_region_that_triton_still_holds_outlives_the_network(triton, counted, caplog):
     regions = ThreadRegions(counted)
     regions.infer(triton, [("x", "FP32", rows(1)["x"])], (OUT,), lambda: 60.0)
     triton.faults["unregister"] = [AWAY]
@@ -339,7 +339,7 @@ def test_memory_that_triton_does_not_let_go_of_outlives_the_network(triton, coun
 
 
 @pytest.mark.parametrize("kind", ["http", "grpc"])
-def test_a_call_without_a_connection_has_not_reached_triton(kind):
+def test_refused_connection_raises_not_connected(kind):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     transport: Any = (
@@ -361,7 +361,7 @@ def test_a_call_without_a_connection_has_not_reached_triton(kind):
         (None, False),
     ],
 )
-def test_what_triton_has_answered(status, is_answer):
+def test_only_a_client_error_status_is_a_rejection(status, is_answer):
     error = translate_triton_error(InferenceServerException("no", status))
     assert isinstance(error, DenseModelError)
     assert isinstance(error, TritonRejected) == is_answer
@@ -375,7 +375,7 @@ class CudaError(RuntimeError):
     ("call", "text"),
     [("Memory", "no 65536 bytes to share"), ("ipcGetMemHandle", "shares no memory with other")],
 )
-def test_a_gpu_without_memory_to_share(monkeypatch, call, text):
+def test_gpu_that_cannot_share_memory_is_a_config_error_at_start(monkeypatch, call, text):
     def fail(*_):
         raise CudaError("cudaErrorNone: no")
 
@@ -399,7 +399,7 @@ def test_a_gpu_without_memory_to_share(monkeypatch, call, text):
         open_network(described, settings, 0)
 
 
-def test_a_gpus_memory_is_told_by_its_handle(monkeypatch):
+def test_cuda_region_is_registered_by_its_ipc_handle(monkeypatch):
     there, told = CudaSharedMemory(bytes(range(64)), 3), []
     http = HttpTransport("there:1", "n", "")
     monkeypatch.setattr(http, "_ask", lambda _method, path, _s, body=b"": told.append((path, body)))
@@ -424,7 +424,7 @@ def test_a_gpus_memory_is_told_by_its_handle(monkeypatch):
 
 
 @pytest.mark.parametrize(("timeout_s", "timeout_us"), [(2.5, 2_500_000), (1e-7, 1)])
-def test_triton_is_told_how_long_its_answer_is_waited_for(monkeypatch, timeout_s, timeout_us):
+def test_infer_request_carries_its_timeout_in_microseconds(monkeypatch, timeout_s, timeout_us):
     inputs = [("x", "FP32", rows(1)["x"])]
     asked: list[Any] = []
 
@@ -448,12 +448,12 @@ def test_triton_is_told_how_long_its_answer_is_waited_for(monkeypatch, timeout_s
 
 
 @pytest.mark.parametrize("error", [AWAY, LATE])
-def test_a_triton_that_does_not_answer_does_not_end_the_start(triton, opened, error):
+def test_unreachable_triton_at_start_is_asked_again_later(triton, opened, error):
     triton.faults["describe"] = [error]
     doubled(opened(), 1)
 
 
-def test_who_waits_for_another_to_ask_what_is_served_keeps_its_deadline(triton, opened):
+def test_request_waiting_for_the_description_keeps_its_deadline(triton, opened):
     triton.faults["describe"] = [AWAY]
     network = opened()
     asking, answer = threading.Event(), threading.Event()
@@ -473,7 +473,7 @@ def test_who_waits_for_another_to_ask_what_is_served_keeps_its_deadline(triton, 
 
 
 @pytest.mark.parametrize("fault", [NotFound("no such model"), ModelError("another network")])
-def test_a_network_that_is_not_there_yet(triton, opened, fault):
+def test_missing_or_other_network_is_unavailable_until_it_is_served(triton, opened, fault):
     triton.faults["describe"] = [fault]
     with pytest.raises(ModelError):
         opened()
@@ -507,7 +507,7 @@ class Late:
         pass
 
 
-def test_requests_shorter_than_tritons_time_fall_back_after_the_first(opened, monkeypatch):
+def test_requests_fall_back_after_one_deadline_was_exceeded(opened, monkeypatch):
     monkeypatch.setattr("hps.dense.fallback._REST_S", 60.0)
     late = Late()
     both = FallbackModel("n", late, opened())
@@ -519,7 +519,7 @@ def test_requests_shorter_than_tritons_time_fall_back_after_the_first(opened, mo
     assert late.asked == 2
 
 
-def test_runs_are_repeated_where_triton_is_unavailable_and_only_there(triton, opened):
+def test_only_unavailable_runs_are_retried(triton, opened):
     network = opened(retries=1)
     triton.faults["infer"] = [AWAY]
     doubled(network, 1)
@@ -536,13 +536,13 @@ def test_runs_are_repeated_where_triton_is_unavailable_and_only_there(triton, op
 
 
 @pytest.mark.parametrize("status", ["StatusCode.NOT_FOUND", "StatusCode.UNAVAILABLE", "400", "404"])
-def test_a_run_that_finds_the_network_not_loaded_yet_is_repeated(status):
+def test_unknown_model_error_is_translated_to_unavailable(status):
     error = InferenceServerException("Request for unknown model: 'n' is not found", status)
     assert isinstance(translate_triton_error(error), TritonUnavailable)
 
 
 @pytest.mark.parametrize("status", ["StatusCode.UNAVAILABLE", "503", "400"])
-def test_a_run_whose_time_was_up_in_tritons_queue_is_late_and_not_repeated(triton, opened, status):
+def test_timeout_in_tritons_queue_is_deadline_exceeded_and_not_retried(triton, opened, status):
     error = translate_triton_error(
         InferenceServerException("in ensemble 'n', Request timeout expired", status)
     )
@@ -554,7 +554,7 @@ def test_a_run_whose_time_was_up_in_tritons_queue_is_late_and_not_repeated(trito
     assert len(triton.runs) == 1
 
 
-def test_http_keeps_the_deadline_of_each_call_and_no_connection_it_cut_off():
+def test_http_call_past_its_deadline_closes_its_connection():
     with socket.create_server(("127.0.0.1", 0)) as hung:
         transport = HttpTransport(f"127.0.0.1:{hung.getsockname()[1]}", "n", "")
         for batch in (1, 1, 1 << 20):  # the last is cut off while it is sent
@@ -597,7 +597,7 @@ def http(body: bytes, *headers: bytes) -> bytes:
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
-def test_a_connection_serves_calls_until_the_server_ends_it():
+def test_connection_is_reused_until_the_server_closes_it():
     answers = http(b"1"), http(b"2", b"Connection: close"), http(b"3"), b"", http(b"5")
     with answering(*answers) as (address, counts):
         transport = HttpTransport(address, "n", "")
@@ -613,7 +613,7 @@ def test_a_connection_serves_calls_until_the_server_ends_it():
 @pytest.mark.parametrize(
     "answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf", b"what\r\n"]
 )
-def test_half_an_answer_is_a_server_that_is_gone(answer):
+def test_truncated_response_is_unavailable(answer):
     with answering(answer) as (address, _):
         transport = HttpTransport(address, "n", "")
         with pytest.raises(TritonUnavailable):
@@ -621,7 +621,7 @@ def test_half_an_answer_is_a_server_that_is_gone(answer):
         transport.close()
 
 
-def test_a_connection_that_is_lost_in_a_call_is_a_server_that_is_gone():
+def test_grpc_connection_lost_in_a_call_is_unavailable():
     """And the next call has another connection."""
     calls: list[int] = []
 

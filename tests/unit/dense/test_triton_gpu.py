@@ -68,7 +68,7 @@ class Triton:
         pass
 
 
-def test_another_process_finds_the_tensors_and_answers_there():
+def test_another_process_reads_and_writes_tensors_in_gpu_memory():
     cp = cupy()
     before = cp.cuda.Device().id
     with get_context("spawn").Pool(1) as processes:

@@ -33,7 +33,7 @@ def of(metrics, name, **labels):
     return samples(metrics).get((name, tuple(sorted(labels.items()))))
 
 
-def test_the_table_of_names():
+def test_metric_table_follows_the_naming_rules():
     names = [spec.name for spec in METRICS]
     assert len(set(names)) == len(names)
     constants = {
@@ -59,7 +59,7 @@ def test_every_metric_is_exposed_with_its_help():
         assert f"# HELP {spec.name} {spec.help}" in text
 
 
-def test_counter():
+def test_counter_counts_per_label_values():
     metrics = Metrics()
     counter = metrics.counter(m.PROMOTIONS, "cpu", "inserted")
     assert metrics.counter(m.PROMOTIONS, "cpu", "inserted") is counter
@@ -69,7 +69,7 @@ def test_counter():
     assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") is None
 
 
-def test_histogram_buckets_are_cumulative_and_upper_bounds_belong():
+def test_histogram_buckets_are_cumulative_and_include_upper_bounds():
     metrics = Metrics()
     histogram = metrics.histogram(m.TIER_SECONDS, "cpu")
     for seconds in (0.0, 10e-6, 11e-6, 0.5, 99.0):
@@ -84,7 +84,7 @@ def test_histogram_buckets_are_cumulative_and_upper_bounds_belong():
     assert of(metrics, f"{name}_sum", tier="cpu") == pytest.approx(99.500021)
 
 
-def test_gauges_are_read_when_asked():
+def test_gauges_are_read_at_each_scrape():
     metrics, rows = Metrics(), {"a": 1.0}
     metrics.gauge(m.UPTIME, lambda: len(rows))
     metrics.gauges(m.TABLE_ROWS, lambda: [(("cpu", "m", "1", t), n) for t, n in rows.items()])
@@ -93,7 +93,7 @@ def test_gauges_are_read_when_asked():
     assert of(metrics, m.TABLE_ROWS, tier="cpu", model="m", version="1", table="b") == 2
 
 
-def test_wrong_use_is_an_error_at_once():
+def test_unknown_metric_or_wrong_labels_raise():
     metrics = Metrics()
     with pytest.raises(KeyError):
         metrics.counter("hps_nonsense_total")
@@ -103,13 +103,13 @@ def test_wrong_use_is_an_error_at_once():
         metrics.histogram(m.TIER_SECONDS)
 
 
-def test_hostile_label_values_stay_one_sample():
+def test_special_characters_in_label_values_are_escaped():
     metrics = Metrics()
     metrics.counter(m.LOOKUP_DEGRADED, 'a"b\n}', "cpu").add()
     assert of(metrics, m.LOOKUP_DEGRADED, model='a"b\n}', tier="cpu") == 1
 
 
-def test_no_count_is_lost_between_threads():
+def test_concurrent_counts_are_not_lost():
     metrics = Metrics()
 
     def work():
@@ -126,7 +126,7 @@ def test_no_count_is_lost_between_threads():
     assert of(metrics, f"{m.TIER_SECONDS}_count", tier="cpu") == 8000
 
 
-def test_lookup_meter():
+def test_lookup_meter_counts_keys_by_tier_and_feature():
     metrics = Metrics()
     meter = LookupMeter(metrics, "clicks", 3)
     every = [source for source in Source for _ in range(source + 1)]
@@ -143,7 +143,7 @@ def test_lookup_meter():
     assert of(metrics, f"{m.LOOKUP_SECONDS}_count", model="clicks", version="3") == 1
 
 
-def test_tier_and_dense_meter():
+def test_tier_and_dense_meters_count_keys_and_runs():
     metrics = Metrics()
     meter = TierMeter(metrics, "cpu")
     meter([(TABLE, 5, 3), (TABLE, 0, 0)], 0.1)
@@ -165,7 +165,7 @@ def test_tier_and_dense_meter():
     assert of(metrics, f"{m.DENSE_SECONDS}_sum", model="clicks", version="3") == pytest.approx(0.1)
 
 
-def test_no_observation_is_lost_while_others_read():
+def test_observations_are_not_lost_during_reads():
     """Observations are noted and sorted later: however many threads note and read, none is lost."""
     histogram = Metrics().histogram(m.TIER_SECONDS, "cpu")
     stop = threading.Event()
@@ -193,7 +193,7 @@ def test_no_observation_is_lost_while_others_read():
 
 
 @pytest.mark.parametrize("index", range(len(SECONDS_BUCKETS)))
-def test_a_bucket_holds_its_upper_bound(index):
+def test_bucket_includes_its_upper_bound(index):
     histogram = Metrics().histogram(m.TIER_SECONDS, "cpu")
     bound = SECONDS_BUCKETS[index]
     for seconds in (bound, bound * 1.0001):
@@ -203,7 +203,7 @@ def test_a_bucket_holds_its_upper_bound(index):
     assert counts[index + 1] == 1
 
 
-def test_numbers_of_other_processes_are_added_to_ours():
+def test_values_of_other_processes_are_added():
     """Over JSON, as they travel; of what only ended processes had, no gauge."""
     ours, other = Metrics(), Metrics()
     for each, n in ((ours, 1), (other, 2)):
@@ -222,11 +222,11 @@ def test_numbers_of_other_processes_are_added_to_ours():
     assert ours.counter(m.LOOKUP_KEYS, "clicks", "1", "users", "cpu").value == 1
 
 
-def test_metrics_that_are_not_known_here_are_left_out():
+def test_unknown_metrics_of_other_processes_are_skipped():
     assert MetricValues.from_json({"hps_of_tomorrow": [[[], 1]]}) == {}
 
 
-def test_a_tally_adds_its_amounts_as_often_as_it_is_told():
+def test_tally_adds_its_amounts_once_per_add():
     """Whether the numbers are asked for before, between or after, and when it is gone."""
     metrics = Metrics()
     inserted = metrics.counter(m.PROMOTIONS, "cpu", "inserted")
@@ -244,7 +244,7 @@ def test_a_tally_adds_its_amounts_as_often_as_it_is_told():
     assert of(metrics, m.PROMOTIONS, tier="cpu", result="inserted") == 1010
 
 
-def test_no_tally_is_lost_between_threads():
+def test_concurrent_tallies_are_not_lost():
     metrics = Metrics()
     counter = metrics.counter(m.PROMOTIONS, "cpu", "gone")
     shared, stop = metrics.tally([(counter, 2)]), threading.Event()
@@ -271,7 +271,7 @@ def test_no_tally_is_lost_between_threads():
     assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 4 * 2000 * 5
 
 
-def test_scores_are_counted_by_the_array():
+def test_score_histogram_counts_arrays():
     metrics = Metrics()
     meter = DenseMeter(metrics, "clicks", 3)
     labels = {"model": "clicks", "version": "3", "output": "ctr"}
@@ -286,7 +286,7 @@ def test_scores_are_counted_by_the_array():
     assert of(metrics, f"{m.SCORES}_sum", **labels) == pytest.approx(50_001.005)
 
 
-def test_the_sums_of_scores_never_fall():
+def test_absolute_score_sums_never_decrease():
     """As a histogram's own sum does below 0, which Prometheus takes for a restart."""
     metrics = Metrics()
     meter = DenseMeter(metrics, "clicks", 3)
@@ -304,7 +304,7 @@ def test_the_sums_of_scores_never_fall():
     assert of(metrics, f"{m.SCORES}_sum", **labels) == pytest.approx(-103)
 
 
-def test_the_meter_of_what_is_gone_is_let_go_of():
+def test_unused_meter_is_freed():
     metrics = Metrics()
     table = EmbeddingTable.make("t", 2, model="clicks", version=1)
     stays, goes = TierMeter(metrics, "gpu"), TierMeter(metrics, "gpu")
@@ -318,7 +318,7 @@ def test_the_meter_of_what_is_gone_is_let_go_of():
     assert not stays._keys
 
 
-def test_what_is_counted_does_not_grow_with_the_versions_and_models_there_have_been():
+def test_series_do_not_grow_with_released_versions_and_models():
     metrics = Metrics()
     of_tier, of_updates = TierMeter(metrics, "cpu"), UpdateMeter(metrics)
 
@@ -358,7 +358,7 @@ def test_what_is_counted_does_not_grow_with_the_versions_and_models_there_have_b
     assert not of_tier._keys  # which keep tables, their defaults with them
 
 
-def test_numbers_of_a_version_that_is_gone_are_exposed_no_more():
+def test_series_of_a_released_version_are_removed():
     metrics = Metrics()
     for _ in range(2):  # loaded again while requests are still on it
         metrics.retain("clicks", 3)
@@ -376,7 +376,7 @@ def test_numbers_of_a_version_that_is_gone_are_exposed_no_more():
     ]
 
 
-def test_other_metrics_are_made_of_ours():
+def test_exposed_metrics_are_derived_from_ours():
     metrics = Metrics()
     spec = MetricSpec("nv_of_another", "counter", ("model",), "Of another.")
     metrics.counter(m.PROMOTIONS, "cpu", "gone").add(3)

@@ -61,7 +61,7 @@ def spans():
     return ended
 
 
-def test_a_request_is_a_span_of_its_callers_trace_and_its_parts_are_its_children(spans):
+def test_request_span_joins_the_callers_trace_and_has_child_spans(spans):
     request = spans.tracer.request("infer m", 0, "r-1", CALLER, "v=1")
     assert request.is_recorded
     assert request.trace_id == CALLER[3:35]
@@ -86,7 +86,7 @@ def test_a_request_is_a_span_of_its_callers_trace_and_its_parts_are_its_children
     assert not found["broken"].status.is_ok
 
 
-def test_a_caller_decides_what_is_recorded(spans):
+def test_unsampled_caller_is_not_recorded(spans):
     left_out = spans.tracer.request("infer m", 0, "r-1", UNSAMPLED, "")
     assert not left_out.is_recorded
     assert left_out.trace_id == CALLER[3:35]
@@ -97,14 +97,14 @@ def test_a_caller_decides_what_is_recorded(spans):
     assert spans() == {}
 
 
-def test_work_for_several_is_linked_to_theirs(spans):
+def test_batch_span_links_the_traces_of_its_requests(spans):
     batch = spans.tracer.batch("ingest", [CALLER, "", CALLER, "nonsense"])
     batch.end(RuntimeError("no"))
     (link,) = spans()["ingest"].links
     assert f"{link.context.trace_id:032x}" == CALLER[3:35]
 
 
-def test_what_is_done_elsewhere_ends_its_span(spans):
+def test_span_ends_with_its_future(spans):
     request = spans.tracer.request("r", 0, "", "", "")
     done, failed = Future(), Future()
     for name, future in {"done": done, "failed": failed}.items():
@@ -131,7 +131,7 @@ class Message:
         return self._headers
 
 
-def test_updates_are_linked_to_the_traces_of_their_messages(spans):
+def test_ingest_span_links_the_traces_of_its_messages(spans):
     other = CALLER.replace("0af7", "1af7")
     messages = [
         Message(("traceparent", CALLER.encode()), ("x", None)),
@@ -242,7 +242,7 @@ def triton_by_http():
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_triton_is_told_of_the_request_and_of_its_trace(spans, protocol, request):
+def test_triton_receives_request_id_and_trace_headers(spans, protocol, request):
     x, y = NetworkTensor("x", "FP32", (-1, 1)), NetworkTensor("y", "FP32", (-1, 1))
     triton = request.getfixturevalue("triton" if protocol == "grpc" else "triton_by_http")
     transport: TritonTransport = (
@@ -267,7 +267,7 @@ def test_triton_is_told_of_the_request_and_of_its_trace(spans, protocol, request
     assert triton.told == [("", None, None), ("r-1", CALLER, "v=1"), ("r-2", last, None)]
 
 
-def test_a_client_tells_of_the_span_it_is_in(spans):
+def test_client_sends_its_current_span(spans):
     assert "traceparent" not in trace_headers()
     with spans.tracer.tracer.start_as_current_span("mine") as span:
         told = trace_headers()["traceparent"]
@@ -289,7 +289,7 @@ def test_a_client_tells_of_the_span_it_is_in(spans):
         ({"OTEL_SDK_DISABLED": "true", "OTEL_TRACES_EXPORTER": "console"}, None),
     ],
 )
-def test_the_environment_says_where_spans_go(monkeypatch, variables, exporter):
+def test_environment_selects_the_exporter(monkeypatch, variables, exporter):
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         monkeypatch.delenv(name)
     for name, value in variables.items():
@@ -299,7 +299,7 @@ def test_the_environment_says_where_spans_go(monkeypatch, variables, exporter):
         assert otel.tracer("node") is None
 
 
-def test_an_exporter_that_is_not_there_is_told(monkeypatch):
+def test_unknown_exporter_is_a_config_error(monkeypatch):
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nowhere")
     with pytest.raises(ConfigError, match="there is no exporter 'nowhere'"):
         otel.tracer("node")
@@ -321,7 +321,7 @@ except otel.ConfigError as error:
 """
 
 
-def test_without_opentelemetry_it_is_only_missed_when_asked_for():
+def test_missing_opentelemetry_is_an_error_only_when_configured():
     asked = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4318"}
     run = subprocess.run([sys.executable, "-c", SCRIPT], env=asked, capture_output=True, check=True)
     assert b"pip install 'hps-server[otel]'" in run.stdout
@@ -330,7 +330,7 @@ def test_without_opentelemetry_it_is_only_missed_when_asked_for():
     assert run.stdout == b""
 
 
-def test_a_tracer_is_made_of_the_environment(monkeypatch):
+def test_tracer_resource_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
     made = otel.tracer("worker")
     about = made._provider.resource.attributes

@@ -8,7 +8,7 @@ from hps.observability.profile import Profile
 from hps.tracing import RequestContext, call_timed, current_context, timed_total
 
 
-def test_parts_of_parts_are_told_with_their_times() -> None:
+def test_profile_reports_nested_parts_with_times() -> None:
     profile = Profile()
     with profile.part("lookup") as lookup:
         lookup.note(keys=3)
@@ -24,7 +24,7 @@ def test_parts_of_parts_are_told_with_their_times() -> None:
     assert told["us"] >= lookup_told["us"] >= lookup_told["parts"][0]["us"] > 0
 
 
-def test_what_is_done_a_little_at_a_time_is_one_part() -> None:
+def test_repeated_work_is_totalled_in_one_part() -> None:
     profile = Profile()
 
     def work(number: int) -> int:
@@ -38,7 +38,7 @@ def test_what_is_done_a_little_at_a_time_is_one_part() -> None:
     assert 0 < (pooling.ns or 0) <= (merge.ns or 0)
 
 
-def test_a_part_that_failed_says_why_and_one_that_has_not_ended_has_no_time() -> None:
+def test_failed_part_has_its_error_and_unfinished_part_has_no_time() -> None:
     profile = Profile()
     with pytest.raises(ValueError, match="broken"), profile.part("a"):
         raise ValueError("broken")
@@ -49,20 +49,20 @@ def test_a_part_that_failed_says_why_and_one_that_has_not_ended_has_no_time() ->
 
 
 @pytest.mark.parametrize("origin", [None, RequestContext("r-1")])
-def test_a_request_that_is_not_looked_at_is_called_as_it_is(origin: RequestContext | None) -> None:
+def test_call_timed_without_a_profile_only_calls(origin: RequestContext | None) -> None:
     assert call_timed(origin, "x", lambda: current_context()) is None
     if origin is not None:
         origin.stage("x", 0, 1)
         origin.spent("x", 1)
 
 
-def test_a_request_that_is_looked_at_is_timed() -> None:
+def test_call_timed_with_a_profile_adds_a_part() -> None:
     profile = Profile()
     part = call_timed(profile, "x", lambda: current_context())
     assert profile.parts == [part]
 
 
-def test_what_another_process_has_done_is_a_part_with_its_own_parts() -> None:
+def test_profile_of_another_process_becomes_a_nested_part() -> None:
     node = Profile(began=1_000)
     with node.part("lookup") as lookup:
         lookup.note(keys=2)

@@ -122,7 +122,7 @@ def pair(open_node, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("last", [200, HELD, 3 * HELD], ids=["gpu", "cpu", "default"])
-def test_scores_are_those_of_the_host(pair, last):
+def test_device_scores_equal_host_scores(pair, last):
     node, plain, triton = pair()
     for batch in (1, 5, 8, 20):
         asked = request_of(np.arange(last), batch)
@@ -131,7 +131,7 @@ def test_scores_are_those_of_the_host(pair, last):
     node.close()
 
 
-def test_context_is_repeated_there_and_sources_are_told(pair):
+def test_context_is_repeated_on_the_device_and_sources_are_reported(pair):
     node, plain, _ = pair()
     features, dense = request_of(np.arange(200), 6)
     features["user"] = features["user"][:1]
@@ -142,7 +142,7 @@ def test_context_is_repeated_there_and_sources_are_told(pair):
     node.close()
 
 
-def test_the_fallback_takes_them_down(pair, monkeypatch):
+def test_fallback_copies_device_arrays_to_the_host(pair, monkeypatch):
     """As the host's arrays, which a real device's must be made first."""
     node, plain, triton = pair(fallback=True)
     network = node.model("m").pipeline.dense
@@ -209,7 +209,7 @@ def run_elsewhere(path: Any, key: CudaSharedMemory, fed: Any, places: Any) -> No
 
 
 @pytest.mark.gpu
-def test_from_the_gpus_of_this_machine_they_go_straight_there(open_node, monkeypatch):  # noqa: F811
+def test_real_gpus_pass_vectors_to_triton_without_a_host_copy(open_node, monkeypatch):  # noqa: F811
     """Rows of every device, to the one whose memory is shared; the price alone is the host's."""
     put = DeviceRegion.put
 

@@ -151,7 +151,7 @@ def test_context_is_fetched_once_and_broadcast(setup):
     assert setup.recorder.seconds
 
 
-def test_jagged_context_with_weights(setup):
+def test_weighted_jagged_context_is_pooled(setup):
     asked = request(2)
     bag = JaggedKeys(np.array([1, 2, 3]), 1, np.array([0, 3]), np.array([1, 0.5, 2], np.float32))
     asked.features["user"] = bag
@@ -159,7 +159,7 @@ def test_jagged_context_with_weights(setup):
     np.testing.assert_array_equal(setup.network.fed["user"], np.full((2, 2), 8.0))
 
 
-def test_outputs_are_chosen_in_the_models_order(setup):
+def test_requested_outputs_come_in_the_models_order(setup):
     assert list(setup.pipeline.predict(request(outputs=("all", "ctr"))).outputs) == ["ctr", "all"]
     assert list(setup.pipeline.predict(request(outputs=("all",))).outputs) == ["all"]
     assert setup.network.asked == ("all",)
@@ -180,7 +180,7 @@ def test_top_k_cuts_every_output(setup):
 
 
 @pytest.mark.parametrize("k", [0, -1])
-def test_top_k_of_nothing(setup, k):
+def test_top_k_below_one_is_rejected(setup, k):
     with pytest.raises(BadRequest, match=f"top_k must be at least 1, got {k}"):
         setup.pipeline.submit(request(top_k=k))
 
@@ -190,7 +190,7 @@ def test_top_k_of_nothing(setup, k):
     st.lists(st.sampled_from([0.0, 1.0, -1.0, np.nan, np.inf, -np.inf]), max_size=8),
     st.integers(1, 9),
 )
-def test_top_k_order(scores, k):
+def test_top_k_sorts_descending_with_nan_last(scores, k):
     expected = sorted(
         range(len(scores)),
         key=lambda i: (np.isnan(scores[i]), -scores[i] if not np.isnan(scores[i]) else 0, i),
@@ -198,12 +198,12 @@ def test_top_k_order(scores, k):
     assert top_k(np.array(scores, np.float32), k).tolist() == expected[:k]
 
 
-def test_top_k_of_unsigned_and_whole_numbers():
+def test_top_k_sorts_unsigned_and_signed_integers():
     assert top_k(np.array([1, 200, 3], np.uint8), 3).tolist() == [1, 2, 0]
     assert top_k(np.array([[-5], [7]], np.int64), 1).tolist() == [1]
 
 
-def test_an_empty_batch_has_empty_outputs(setup):
+def test_empty_batch_gives_empty_outputs(setup):
     result = setup.pipeline.predict(request(0, top_k=3))
     assert {name: values.shape for name, values in result.outputs.items()} == {
         "ctr": (0, 1),
@@ -213,7 +213,7 @@ def test_an_empty_batch_has_empty_outputs(setup):
     assert setup.network.runs == 0
 
 
-def test_sources_defaults_and_what_is_not_a_number(setup):
+def test_sources_defaults_and_nan_scores_are_reported(setup):
     asked = request(2, first=99, want_source=True)
     asked.dense["price"][0] = np.nan
     result = setup.pipeline.predict(asked)
@@ -264,19 +264,19 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault(setup, fault):
+def test_invalid_request_is_rejected(setup, fault):
     change, message = FAULTS[fault]
     with pytest.raises(BadRequest, match=message):
         setup.pipeline.submit(change(request(3)))
     assert setup.network.runs == 0
 
 
-def test_a_batch_beyond_the_models(setup):
+def test_batch_over_the_models_limit_is_rejected(setup):
     with pytest.raises(BadRequest, match="batch-size must be <= 100 for 'm', got 101"):
         setup.pipeline.submit(request(101))
 
 
-def test_float64_is_narrowed(setup):
+def test_float64_input_is_converted_to_float32(setup):
     asked = request(3)
     asked.dense["price"] = [0.1, 0.2, 0.3]
     expected = np.array([0.1, 0.2, 0.3], np.float32)
@@ -284,7 +284,7 @@ def test_float64_is_narrowed(setup):
     np.testing.assert_array_equal(setup.network.fed["price"], expected)
 
 
-def test_a_failing_network_fails_its_request_alone(setup):
+def test_network_error_fails_only_its_request(setup):
     setup.network.error = DenseModelError("no")
     with pytest.raises(DenseModelError):
         setup.pipeline.predict(request(3))
@@ -294,7 +294,7 @@ def test_a_failing_network_fails_its_request_alone(setup):
     assert setup.pipeline.predict(request(3)).outputs
 
 
-def test_a_network_with_a_wrong_batch(setup, monkeypatch):
+def test_output_with_a_wrong_batch_is_a_dense_model_error(setup, monkeypatch):
     monkeypatch.setattr(
         setup.network, "predict", lambda *_: {"ctr": np.ones((2, 1)), "all": np.ones((3, 12))}
     )
@@ -302,7 +302,7 @@ def test_a_network_with_a_wrong_batch(setup, monkeypatch):
         setup.pipeline.predict(request(3))
 
 
-def test_top_k_needs_one_number_per_sample():
+def test_top_k_over_a_vector_output_is_rejected():
     spec = SPEC.model_copy(update={"ranking_output": None, "outputs": SPEC.outputs[::-1]})
     made = Setup(spec)
     with pytest.raises(BadRequest, match=r"output 'all' has \[12\]; name another"):
@@ -321,7 +321,7 @@ def refuse(message, **changes):
     workers.close()
 
 
-def test_wiring_that_does_not_fit():
+def test_mismatching_wiring_is_a_model_error():
     refuse("names feature 'x'; the features are user, item, tags", embeddings={"x": "user"})
     refuse("input 'item', the network has", embeddings={})
     refuse("feeds network input 'user' twice", embeddings={"item": "user"})
@@ -347,13 +347,13 @@ class Gate(MemoryTier):
         self._inner.fetch(parts, ctx)
 
 
-def test_done_at_once_when_memory_has_it_and_the_network_is_quick(setup):
+def test_resident_rows_and_fast_network_are_answered_inline(setup):
     future = setup.pipeline.submit(request(3))
     assert future.done()
     assert setup.network.thread == threading.current_thread().name
 
 
-def test_a_slow_network_runs_on_a_worker(setup):
+def test_slow_network_runs_on_a_worker(setup):
     setup.network.quick = False
     for first in (1, 60):
         future = setup.pipeline.submit(request(3, first=first))
@@ -363,7 +363,7 @@ def test_a_slow_network_runs_on_a_worker(setup):
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_a_slow_store_leaves_the_caller(setup, quick):
+def test_slow_store_does_not_block_the_caller(setup, quick):
     setup.network.quick = quick
     gate = Gate(setup.store)
     setup.engine._stores = gate
@@ -374,7 +374,7 @@ def test_a_slow_store_leaves_the_caller(setup, quick):
     assert setup.network.thread.startswith("hps-test")
 
 
-def test_errors_behind_the_store_reach_the_future(setup):
+def test_network_error_after_a_store_lookup_reaches_the_future(setup):
     setup.network.error = ZeroDivisionError("bug")
     for quick in (True, False):
         setup.network.quick = quick
@@ -382,7 +382,7 @@ def test_errors_behind_the_store_reach_the_future(setup):
             setup.pipeline.submit(request(3, first=60)).result(60)
 
 
-def test_a_deadline_that_passes_behind_the_store(setup):
+def test_deadline_that_passes_in_the_store_skips_the_network(setup):
     gate = Gate(setup.store)
     setup.engine._stores = gate
     deadline = time.monotonic() + 0.5
@@ -394,7 +394,7 @@ def test_a_deadline_that_passes_behind_the_store(setup):
     assert setup.network.runs == 0
 
 
-def test_a_full_queue_behind_the_store_fails_the_future():
+def test_full_queue_after_a_store_lookup_fails_the_future():
     workers = BoundedThreadPool(1, 1, name="test", setting="tiers.lookup_queue")
     made = Setup(workers=workers)
     made.network.quick = False
@@ -412,7 +412,7 @@ def test_a_full_queue_behind_the_store_fails_the_future():
     workers.close()
 
 
-def test_a_cancelled_request_does_not_run_the_network(setup):
+def test_cancelled_request_does_not_run_the_network(setup):
     gate = Gate(setup.store)
     setup.engine._stores = gate
     future = setup.pipeline.submit(request(3, first=60))
@@ -424,7 +424,7 @@ def test_a_cancelled_request_does_not_run_the_network(setup):
     assert setup.network.runs == 0
 
 
-def test_lookup_and_prediction_see_the_same_rows(setup):
+def test_lookup_and_prediction_use_the_same_rows(setup):
     asked = request(3)
     rows = setup.engine.lookup(LookupRequest(asked.features)).vectors
     setup.pipeline.predict(asked)
