@@ -8,21 +8,25 @@ from pathlib import Path
 import pytest
 
 
-def library() -> Path | None:
-    """The NVRTC library of the `nvidia-cuda-nvrtc` wheels, or None."""
+def nvrtc_library() -> Path | None:
+    """Return the path of NVRTC in the `nvidia-cuda-nvrtc` wheels; None without them."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(p) for p in spec.submodule_search_locations or []] if spec else []
-    found = [p for folder in folders for p in folder.glob("*/lib/libnvrtc.so.*")]
-    return found[0] if found else None
+    libraries = [p for folder in folders for p in folder.glob("*/lib/libnvrtc.so.*")]
+    return libraries[0] if libraries else None
 
 
 class Nvrtc:
+    """NVRTC's C interface, as far as compiling needs it."""
+
     def __init__(self, path: Path) -> None:
         self._nvrtc = ctypes.CDLL(str(path))
         self._nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
 
     def compile(self, file: Path, options: list[str], expressions: list[str]) -> bytes:
-        """The machine code of ``file`` with the kernels named; RuntimeError with NVRTC's log."""
+        """Return the machine code of the kernels ``expressions`` in ``file``.
+
+        Raises RuntimeError with NVRTC's log."""
         call, program = self._nvrtc, ctypes.c_void_p()
         source, name = file.read_bytes(), file.name.encode()
         self._check(call.nvrtcCreateProgram(ctypes.byref(program), source, name, 0, None, None))
@@ -49,7 +53,7 @@ class Nvrtc:
 
 @pytest.fixture(scope="session")
 def nvrtc() -> Nvrtc:
-    path = library()
+    path = nvrtc_library()
     if path is None:
         message = "NVRTC is not installed: pip install nvidia-cuda-nvrtc-cu12"
         if os.environ.get("CI"):

@@ -1,4 +1,4 @@
-"""The layout of a table on the device: constants, sizes, hashes."""
+"""Layout of a table on the device: constants, sizes, hashes."""
 
 import re
 
@@ -19,7 +19,7 @@ SHARED = [
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
-def constants_of_the_header():
+def header_constants():
     values = {}
     for name, text in re.findall(r"^constexpr \w+ (\w+) = ([^;]+);", HEADER, re.M):
         values[name] = eval(re.sub(r"\b(0x[0-9a-f]+|\d+)u\b", r"\1", text), {}, values)
@@ -27,7 +27,7 @@ def constants_of_the_header():
 
 
 def test_header_constants_equal_layout_constants():
-    header = constants_of_the_header()
+    header = header_constants()
     assert {name: header[name] for name in SHARED} == {n: getattr(layout, n) for n in SHARED}
     assert header["BLOCK"] == loader.BLOCK
     for policy in layout.EvictionPolicy:
@@ -51,7 +51,7 @@ def test_bucket_is_128_bytes_and_slot_is_16():
     ],
 )
 def test_argument_structs_match_their_numpy_dtypes(file, struct, dtype):
-    """Same names, same order, same width; nvcc checks the total."""
+    """Check names, order and widths of the fields; nvcc checks the total size."""
     body = re.search(rf"struct {struct} {{(.*?)}};", (loader.FOLDER / file).read_text(), re.S)[1]
     fields = re.findall(r"^ +([^;/]*?)(\w+);", body, re.M)
     assert [name for _, name in fields] == list(dtype.names)
@@ -105,7 +105,7 @@ def test_separate_scores_take_eight_bytes_per_slot():
 
 @pytest.mark.parametrize("now", [1, 100, 2**31, 2**32 - 3, 0])
 def test_eviction_ranks_keep_their_order_when_scores_wrap(now):
-    past = np.array([2**30, 1000, 8, 1, 0, -1])  # how long ago: -1 is told by a clock read later
+    past = np.array([2**30, 1000, 8, 1, 0, -1])  # ticks ago; -1 comes from a clock read later
     ranks = layout.eviction_ranks((now - past) & layout.SCORE_MASK, now)
     assert (np.diff(ranks) > 0).all()
     assert layout.eviction_ranks(now, now) == ranks[4]

@@ -1,4 +1,4 @@
-"""What is said when memory can't be had, with an allocator that fails; no GPU is needed for that."""
+"""Errors of failed allocations, with an allocator that fails; no GPU is needed."""
 
 import subprocess
 from types import SimpleNamespace
@@ -18,15 +18,19 @@ TABLE = EmbeddingTable.make("t", 64)
 
 
 class NoMemory(Exception):
+    """CUDA's error for a failed allocation."""
+
     status = 2
 
 
-class Broken(Exception):
+class OtherCudaError(Exception):
+    """A CUDA error that is not about memory."""
+
     status = 700
 
 
 class Array:
-    """Takes of what is free while somebody holds it."""
+    """An allocation, which is freed with its last reference."""
 
     def __init__(self, device, size):
         self._device, self._size = device, size
@@ -37,10 +41,10 @@ class Array:
 
 
 class Device:
-    """A CuPy that has memory, by its own word, and refuses the allocation of that number."""
+    """A twin of CuPy whose allocation number ``failing`` (from 1; 0: none) fails despite free memory."""
 
-    def __init__(self, refused):
-        self.free, self._refused, self.asked = FREE, refused, 0
+    def __init__(self, failing):
+        self.free, self._failing, self.allocations = FREE, failing, 0
         self.cuda = SimpleNamespace(
             runtime=SimpleNamespace(
                 memGetInfo=lambda: (self.free, FREE), CUDARuntimeError=NoMemory
@@ -54,8 +58,8 @@ class Device:
         return SimpleNamespace(free_bytes=lambda: 0)
 
     def empty(self, size, dtype):
-        self.asked += 1
-        if self.asked == self._refused:
+        self.allocations += 1
+        if self.allocations == self._failing:
             raise MemoryError("fragmented")
         return Array(self, int(size) * np.dtype(dtype).itemsize)
 
@@ -70,8 +74,8 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch):
-    def make(refused):
-        made = Device(refused)
+    def make(failing):
+        made = Device(failing)
         for module in (memory, table):
             monkeypatch.setattr(module, "cupy", lambda: made)
         monkeypatch.setattr(memory, "free_host_bytes", lambda: FREE_HOST)
@@ -80,31 +84,31 @@ def device(monkeypatch):
     return make
 
 
-def rows_offered(error):
+def suggested_rows(error):
     return int(str(error.value).split("at most ")[1].split()[0].replace(",", ""))
 
 
-@pytest.mark.parametrize("refused", [1, 2, 3, 4, 5])
-def test_failed_device_allocation_reports_a_smaller_capacity(device, refused):
-    """The arrays that were had are let go, and so count as free; less is offered than was asked for."""
-    device(refused)
+@pytest.mark.parametrize("failing", [1, 2, 3, 4, 5])
+def test_failed_device_allocation_reports_a_smaller_capacity(device, failing):
+    """The arrays allocated before are released and count as free; the suggestion is below the request."""
+    device(failing)
     shape = plan_table_shape(TABLE, 1_000_000, scored=True)
     assert shape.bytes < FREE
     with pytest.raises(ConfigError) as error:
         GpuTable(TABLE, 1_000_000, EvictionPolicy.SCORE)
-    said = f"needs {shape.bytes:,} bytes for 1,000,000 rows, and {FREE:,} are free on the device"
-    assert said in str(error.value)
-    offered = rows_offered(error)
-    assert 900_000 < offered < 1_000_000
-    assert plan_table_shape(TABLE, offered, scored=True).bytes < shape.bytes
+    message = f"needs {shape.bytes:,} bytes for 1,000,000 rows, and {FREE:,} are free on the device"
+    assert message in str(error.value)
+    suggested = suggested_rows(error)
+    assert 900_000 < suggested < 1_000_000
+    assert plan_table_shape(TABLE, suggested, scored=True).bytes < shape.bytes
 
 
 def test_table_larger_than_free_memory_is_rejected_before_allocation(device):
     made = device(0)
     with pytest.raises(ConfigError, match=r"and 1,000,000,000 are free on the device") as error:
         GpuTable(TABLE, 10_000_000)
-    assert made.asked == 0
-    assert 0.9 * FREE < plan_table_shape(TABLE, rows_offered(error)).bytes < FREE
+    assert made.allocations == 0
+    assert 0.9 * FREE < plan_table_shape(TABLE, suggested_rows(error)).bytes < FREE
 
 
 @pytest.mark.parametrize("host_rows", [100_000, 50_000_000], ids=["fails", "more than is free"])
@@ -114,12 +118,12 @@ def test_failed_pinned_allocation_reports_rows_that_fit(device, host_rows):
     shape = plan_table_shape(TABLE, rows, rows)
     with pytest.raises(ConfigError) as error:
         memory.pinned(TABLE, shape)
-    said = (
+    message = (
         f"needs {size:,} bytes of pinned host memory for {rows:,} rows, and {FREE_HOST:,} are free"
     )
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "lower tiers.gpu.host_bytes" in str(error.value)
-    assert rows_offered(error) == int(min(size, FREE_HOST) * 0.95) // 256
+    assert suggested_rows(error) == int(min(size, FREE_HOST) * 0.95) // 256
 
 
 def test_no_host_rows_need_no_pinned_memory(device):
@@ -141,9 +145,9 @@ def test_failed_buffer_allocation_names_the_buffers(device):
 
 def test_other_cuda_errors_are_not_reported_as_out_of_memory(device, monkeypatch):
     made = device(0)
-    monkeypatch.setattr(made.cuda.runtime, "CUDARuntimeError", Broken)
-    with pytest.raises(Broken), memory.allocate_buffers("4 workspaces"):
-        raise Broken("cudaErrorIllegalAddress")
+    monkeypatch.setattr(made.cuda.runtime, "CUDARuntimeError", OtherCudaError)
+    with pytest.raises(OtherCudaError), memory.allocate_buffers("4 workspaces"):
+        raise OtherCudaError("cudaErrorIllegalAddress")
 
 
 def test_free_host_bytes_is_plausible():
@@ -163,13 +167,13 @@ def test_pinned_rows_beyond_host_memory_are_rejected_with_the_rows_that_fit():
 @pytest.mark.gpu
 def test_device_memory_reports_uuid_and_bytes_of_nvidia_smi():
     query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
-    known = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    uuids = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
     for device in range(device_count()):
         before = memory.device_memory(device)
         with loader.cupy().cuda.Device(device):
-            taken = loader.cupy().cuda.Memory(1 << 28)
+            allocation = loader.cupy().cuda.Memory(1 << 28)
             uuid, used, total = memory.device_memory(device)
-        assert uuid in known
+        assert uuid in uuids
         assert used >= before[1] + (1 << 28) - (1 << 24)
         assert 1 << 28 < used < total == before[2]
-        del taken
+        del allocation

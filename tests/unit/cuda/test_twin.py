@@ -1,4 +1,4 @@
-"""Placement and eviction, on the NumPy twin of the device's table."""
+"""Placement and eviction on the NumPy twin of the device's table."""
 
 from collections import OrderedDict
 from functools import partial
@@ -34,13 +34,13 @@ def versions_of(keys, version=1):
     return np.full(len(keys), version, np.uint64)
 
 
-def put(twin, keys, version=1, **how):
+def put(twin, keys, version=1, **options):
     keys = np.asarray(keys, np.int64)
-    twin.write(keys, rows_of(keys), versions_of(keys, version), **how)
+    twin.write(keys, rows_of(keys), versions_of(keys, version), **options)
 
 
-def check(twin):
-    """What always holds: every row has one owner, every key stands once and in a bucket of its own."""
+def check_invariants(twin):
+    """Check invariants: each row has one owner; each key has one slot, in one of its buckets."""
     owned = np.concatenate([twin.words.reshape(-1) & np.uint32(ROW_MASK), twin.spare])
     assert np.array_equal(np.sort(owned), np.arange(twin.shape.rows))
     held = twin.keys[twin.words < EMPTY]
@@ -65,7 +65,7 @@ def test_fetch_returns_written_rows_and_versions():
     np.testing.assert_array_equal(vectors, rows_of(keys))
     assert (words < TOMBSTONE).all()
     assert (versions == 7).all()
-    check(twin)
+    check_invariants(twin)
 
 
 def test_table_at_three_quarters_load_evicts_almost_no_row():
@@ -79,7 +79,7 @@ def test_table_at_three_quarters_load_evicts_almost_no_row():
     some = twin.resident()[::6]
     homes = layout.half_buckets(some, shape.buckets)[:, 0].tolist()
     away = [twin.find(key)[0] != home for key, home in zip(some.tolist(), homes, strict=True)]
-    assert np.mean(away) < 0.2  # each costs fetch a second look
+    assert np.mean(away) < 0.2  # each costs fetch a second probe
 
 
 def test_lru_evicts_least_recently_used_rows():
@@ -91,26 +91,26 @@ def test_lru_evicts_least_recently_used_rows():
     put(twin, np.arange(1000, 1020))
     assert np.isin(used, twin.resident()).all()
     assert np.isin(np.arange(1000, 1020), twin.resident()).all()
-    check(twin)
+    check_invariants(twin)
 
 
 def test_fetch_updates_a_score_that_is_an_age_old():
     twin = TwinTable(SMALL, DIM)
-    came = twin.clock
+    inserted = twin.clock
     put(twin, np.arange(50))
-    twin.clock = came + AGE - 1
+    twin.clock = inserted + AGE - 1
     twin.fetch(np.arange(50))
-    assert len(twin.resident(came + 1)) == 0
-    twin.clock = came + AGE
+    assert len(twin.resident(inserted + 1)) == 0
+    twin.clock = inserted + AGE
     twin.fetch(np.arange(10))
-    assert twin.resident(came + 1).tolist() == list(range(10))
+    assert twin.resident(inserted + 1).tolist() == list(range(10))
 
 
 def test_more_keys_than_capacity_fill_every_slot():
     twin = TwinTable(SMALL, DIM)
     put(twin, np.arange(1000))
     assert len(twin.resident()) == SMALL.capacity
-    check(twin)
+    check_invariants(twin)
 
 
 def test_update_writes_a_spare_row_and_frees_the_old_one():
@@ -122,7 +122,7 @@ def test_update_writes_a_spare_row_and_frees_the_old_one():
     assert after != before
     assert before in twin.spare
     assert twin.fetch(np.array([5]))[2].tolist() == [2]
-    check(twin)
+    check_invariants(twin)
 
 
 @pytest.mark.parametrize("update", [False, True])
@@ -142,7 +142,7 @@ def test_evicted_key_is_missing_until_inserted_again():
     put(twin, [7])
     assert twin.find(7) is not None
     assert twin.find(8) is None
-    check(twin)
+    check_invariants(twin)
 
 
 def test_tombstone_is_evicted_before_rows():
@@ -168,7 +168,7 @@ def test_lfu_evicts_least_frequently_used_rows():
     for start in range(1000, 1100, 10):
         put(twin, np.arange(start, start + 10))
     assert np.isin(used, twin.resident()).mean() > 0.95
-    check(twin)
+    check_invariants(twin)
 
 
 def test_lfu_evicts_rows_of_older_epochs_first():
@@ -185,24 +185,24 @@ def test_lfu_evicts_rows_of_older_epochs_first():
     assert np.isin(np.arange(1000, 1020), twin.resident()).all()
 
 
-@pytest.mark.parametrize("worth", [50, 1 << 40, 2**64 - 2])
-def test_row_with_lowest_score_is_not_admitted(worth):
+@pytest.mark.parametrize("score", [50, 1 << 40, 2**64 - 2])
+def test_row_with_lowest_score_is_not_admitted(score):
     twin = TwinTable(SMALL, DIM, policy=EvictionPolicy.SCORE)
     keys = np.arange(300)
-    put(twin, keys, scores=np.full(300, worth, np.uint64))
+    put(twin, keys, scores=np.full(300, score, np.uint64))
     full = twin.resident()
     assert len(full) == SMALL.capacity
     for key, more, admitted in ((1000, -1, False), (1001, 0, True), (1002, 1, True)):
-        put(twin, [key], scores=np.array([worth + more], np.uint64))
+        put(twin, [key], scores=np.array([score + more], np.uint64))
         assert (twin.find(key) is not None) == admitted
-    assert len(twin.resident(least=worth + 1)) == 1
-    twin.fetch(full)  # a use doesn't change a score that the caller gave
-    assert set(np.unique(twin.scores).tolist()) == {worth, worth + 1}
+    assert len(twin.resident(least=score + 1)) == 1
+    twin.fetch(full)  # a fetch does not change scores that the caller passed
+    assert set(np.unique(twin.scores).tolist()) == {score, score + 1}
     held = twin.resident()[:1]
     put(twin, held, 2)
-    assert int(twin.scores[twin.find(int(held[0]))]) in (worth, worth + 1)
-    put(twin, held, 2, update=True, scores=np.array([worth + 1], np.uint64))
-    assert int(twin.scores[twin.find(int(held[0]))]) == worth + 1
+    assert int(twin.scores[twin.find(int(held[0]))]) in (score, score + 1)
+    put(twin, held, 2, update=True, scores=np.array([score + 1], np.uint64))
+    assert int(twin.scores[twin.find(int(held[0]))]) == score + 1
 
 
 def test_epoch_lru_evicts_rows_of_older_epochs_first():
@@ -217,7 +217,7 @@ def test_epoch_lru_evicts_rows_of_older_epochs_first():
     assert twin.resident((1 << COUNT_BITS) + 3 * AGE).tolist() == later.tolist()
     put(twin, np.arange(1000, 1020))
     assert np.isin(used, twin.resident()).all()
-    twin.clock += 1 << COUNT_BITS  # an epoch's last tick stands for all that follow
+    twin.clock += 1 << COUNT_BITS  # ticks beyond an epoch's last count as its last
     twin.fetch(used)
     twin.epoch = 2
     assert len(twin.resident(2 << COUNT_BITS)) == 0
@@ -255,7 +255,7 @@ OPERATIONS = st.lists(
 @settings(max_examples=60)
 @given(OPERATIONS)
 def test_twin_table_agrees_with_a_dictionary(operations):
-    """No more keys than there is room for, so nothing is dropped."""
+    """The keys are fewer than the slots, so nothing is dropped."""
     twin, held = TwinTable(SMALL, DIM), {}
     for verb, listed, version in operations:
         keys = np.array(listed, np.int64)
@@ -274,10 +274,10 @@ def test_twin_table_agrees_with_a_dictionary(operations):
         vectors = np.repeat((keys + 100 * versions.astype(np.int64))[:, None], DIM, axis=1)
         rows = None if verb == "delete" else vectors.astype(np.float32)
         twin.write(keys, rows, versions, update=verb == "update")
-        check(twin)
-    asked = np.arange(-20, 21)
-    vectors, words, versions = twin.fetch(asked)
-    for i, key in enumerate(asked.tolist()):
+        check_invariants(twin)
+    keys = np.arange(-20, 21)
+    vectors, words, versions = twin.fetch(keys)
+    for i, key in enumerate(keys.tolist()):
         if key not in held:
             assert words[i] == EMPTY
         else:
@@ -288,7 +288,7 @@ def test_twin_table_agrees_with_a_dictionary(operations):
 
 
 def test_coarse_clock_hit_rate_is_within_one_point_of_exact_lru():
-    """Hit rate on a skewed trace, asked and filled in batches, within a point of exact LRU."""
+    """Fetch a skewed trace in batches, insert the misses, and compare with an exact LRU cache."""
     rng = np.random.default_rng(8)
     capacity, batch = 1024, 64
     chances = np.arange(1, 8001) ** -0.85
@@ -298,9 +298,9 @@ def test_coarse_clock_hit_rate_is_within_one_point_of_exact_lru():
     missed = [0, 0]
     for start in range(0, len(trace), batch):
         keys = np.unique(trace[start : start + batch]).astype(np.int64)
-        lost = keys[twin.fetch(keys)[1] == EMPTY]
-        twin.write(lost, lost[:, None].astype(np.float32), versions_of(lost))
-        missed[0] += len(lost)
+        misses = keys[twin.fetch(keys)[1] == EMPTY]
+        twin.write(misses, misses[:, None].astype(np.float32), versions_of(misses))
+        missed[0] += len(misses)
         missed[1] += sum(key not in exact for key in keys.tolist())
         for key in keys.tolist():
             exact[key] = None
