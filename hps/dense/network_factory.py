@@ -44,11 +44,11 @@ def open_network(network: NetworkSpec, settings: DenseSettings, device: int) -> 
     triton = settings.triton
     target = None if triton is None else triton_target(network.name, triton)
     if triton is None or target is None:
-        return _here(network, settings, device)
-    there = _there(target, triton, network, device)
+        return _in_process(network, settings, device)
+    there = _in_triton(target, triton, network, device)
     if not triton.fallback:
         return there
-    return FallbackModel(network.name, there, _here(network, settings, device))
+    return FallbackModel(network.name, there, _in_process(network, settings, device))
 
 
 def check_local_network(network: NetworkSpec, settings: DenseSettings) -> None:
@@ -61,7 +61,7 @@ def check_local_network(network: NetworkSpec, settings: DenseSettings) -> None:
     ):
         return
     on_cpu = settings.model_copy(update={"provider": "cpu", "precision": "float32"})
-    _here(network, on_cpu, 0).close()
+    _in_process(network, on_cpu, 0).close()
 
 
 def triton_target(name: str, triton: TritonSettings) -> TritonTarget | None:
@@ -88,7 +88,7 @@ def transport_to(target: TritonTarget, triton: TritonSettings) -> TritonTranspor
     return HttpTransport(triton.url, target.name, target.version, tls)
 
 
-def _here(described: NetworkSpec, settings: DenseSettings, device: int) -> OnnxModel:
+def _in_process(described: NetworkSpec, settings: DenseSettings, device: int) -> OnnxModel:
     if described.path is None:
         raise ModelError(
             f"{described.name}: dense.onnx is missing, but model.yaml describes a dense part; add the file, "
@@ -104,7 +104,7 @@ def _here(described: NetworkSpec, settings: DenseSettings, device: int) -> OnnxM
     return network
 
 
-def _there(
+def _in_triton(
     target: TritonTarget,
     triton: TritonSettings,
     described: NetworkSpec,

@@ -52,7 +52,7 @@ class HttpTransport:
         until = time.monotonic() + timeout_s
         about, config = (
             json.loads(
-                self._ask(
+                self._send(
                     "GET", self._model + path, until - time.monotonic(), describing=self._name
                 ).body
             )
@@ -81,7 +81,7 @@ class HttpTransport:
         )
         if length is not None:
             headers[_HEADER_LENGTH] = str(length)
-        reply = self._ask("POST", f"{self._model}/infer", timeout_s, body, headers)
+        reply = self._send("POST", f"{self._model}/infer", timeout_s, body, headers)
         size = reply.headers.get(_HEADER_LENGTH)
         result = client.parse_response_body(
             reply.body, header_length=None if size is None else int(size)
@@ -96,16 +96,16 @@ class HttpTransport:
             handle = {"b64": b64encode(key.handle).decode()}
             about = {"raw_handle": handle, "device_id": key.device, "byte_size": size}
         path = f"{_shared(key)}/region/{region}/register"
-        self._ask("POST", path, timeout_s, json.dumps(about).encode())
+        self._send("POST", path, timeout_s, json.dumps(about).encode())
 
     def unregister(self, region: str, key: str | CudaSharedMemory, timeout_s: float) -> None:
-        self._ask("POST", f"{_shared(key)}/region/{region}/unregister", timeout_s, b"")
+        self._send("POST", f"{_shared(key)}/region/{region}/unregister", timeout_s, b"")
 
     def close(self) -> None:
         """Close the connections, since a stopping Triton waits for open ones."""
         self._connections.close()
 
-    def _ask(
+    def _send(
         self,
         method: str,
         path: str,

@@ -1,4 +1,4 @@
-"""Shared-memory regions of killed processes are removed, those of living ones stay."""
+"""Removal of shared-memory regions: those of killed processes go, those of live ones stay."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def owner() -> Iterator[Callable[..., tuple[subprocess.Popen[str], Path]]]:
-    """Starts processes that have a region each, by a command such as `unshare`; kills them at the end."""
+def start_owner() -> Iterator[Callable[..., tuple[subprocess.Popen[str], Path]]]:
+    """Start processes with one region each, under a command such as `unshare`; kill them at the end."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*command: str) -> tuple[subprocess.Popen[str], Path]:
@@ -51,36 +51,36 @@ def owner() -> Iterator[Callable[..., tuple[subprocess.Popen[str], Path]]]:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """With its children, as the kernel ends a container: Python's resource tracker cannot clean up then."""
+    """Kill it and its children, as the kernel ends a container: no resource tracker can clean up."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 
 
-def test_start_removes_regions_of_killed_processes_only(owner):
-    living, of_living = owner()
-    killed, of_killed = owner()
-    mine = HostRegion(SMALLEST)
+def test_start_removes_regions_of_killed_processes_only(start_owner):
+    live, live_region = start_owner()
+    killed, killed_region = start_owner()
+    region = HostRegion(SMALLEST)
     kill(killed)
-    assert of_killed.stat().st_size == SMALLEST
+    assert killed_region.stat().st_size == SMALLEST
     assert _regions(TritonSettings(url="there:1", shared_memory="system"), 0) is not None
-    assert not of_killed.exists()
-    assert of_living.exists()
-    mine.put([(64, np.arange(4))])
-    assert mine.get(64, (4,), np.dtype(np.int64)).tolist() == [0, 1, 2, 3]
-    assert (SHARED / mine.name).exists()
-    mine.drop()
-    assert not (SHARED / mine.name).exists()
-    kill(living)
+    assert not killed_region.exists()
+    assert live_region.exists()
+    region.put([(64, np.arange(4))])
+    assert region.get(64, (4,), np.dtype(np.int64)).tolist() == [0, 1, 2, 3]
+    assert (SHARED / region.name).exists()
+    region.drop()
+    assert not (SHARED / region.name).exists()
+    kill(live)
     remove_stale_regions()
-    assert not of_living.exists()
+    assert not live_region.exists()
 
 
-def test_region_of_another_pid_namespace_is_kept_while_its_process_lives(owner):
+def test_region_of_another_pid_namespace_is_kept_while_its_process_lives(start_owner):
     command = ("unshare", "--pid", "--fork", "--kill-child")
     if subprocess.run([*command, "true"], capture_output=True).returncode:
         pytest.skip("no pid namespace can be made; run as root")
-    process, region = owner(*command)
+    process, region = start_owner(*command)
     remove_stale_regions()
     assert region.exists()
     kill(process)

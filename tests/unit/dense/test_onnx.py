@@ -20,20 +20,20 @@ from tests.support.onnx_networks import network
 
 
 def write_network(path: Path, nodes, inputs, outputs, weights=()) -> Path:
-    """``inputs`` and ``outputs``: name -> (type, shape)."""
+    """Write an ONNX file. ``inputs`` and ``outputs``: name -> (type, shape)."""
     path.write_bytes(network(nodes, inputs, outputs, weights))
     return path
 
 
 @pytest.fixture
 def two_outputs(tmp_path):
-    """sum = a + b, double = sum + sum; a, b (batch, 3)."""
-    side = (T.FLOAT, ["batch", 3])
+    """A network of inputs a, b (batch, 3) and outputs sum = a + b, double = sum + sum."""
+    tensor = (T.FLOAT, ["batch", 3])
     return write_network(
         tmp_path / "dense.onnx",
         [h.make_node("Add", ["a", "b"], ["sum"]), h.make_node("Add", ["sum", "sum"], ["double"])],
-        {"a": side, "b": side},
-        {"sum": side, "double": side},
+        {"a": tensor, "b": tensor},
+        {"sum": tensor, "double": tensor},
     )
 
 
@@ -129,19 +129,22 @@ def test_tensor_type_outside_the_protocol_is_a_model_error(tmp_path):
 # -- providers -----------------------------------------------------------------------------------
 
 
-class _Runtime:
-    """Stands for an ONNX Runtime with CUDA that may fail to load its libraries."""
+class _FakeRuntime:
+    """A fake `onnxruntime` module.
+
+    ``available``: its providers; ``used``: those that its sessions report, None for the requested ones.
+    """
 
     class SessionOptions:
         pass
 
     def __init__(self, available, used):
         self._available, self._used = available, used
-        self.asked = None
+        self.requested = None
         self.preloaded = 0
 
     def preload_dlls(self):
-        """As ONNX Runtime's, which prints what it doesn't find."""
+        """Count the call, and print a missing library as ONNX Runtime does."""
         self.preloaded += 1
         print("Failed to load libcublas.so.13")
 
@@ -149,7 +152,7 @@ class _Runtime:
         return self._available
 
     def InferenceSession(self, path, options, providers):
-        self.asked = providers
+        self.requested = providers
         self.options = options
         runtime = self
 
@@ -166,11 +169,11 @@ class _Runtime:
 
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-RT = "TensorrtExecutionProvider"
+TENSORRT = "TensorrtExecutionProvider"
 
 
 @pytest.mark.parametrize(
-    ("provider", "available", "asked"),
+    ("provider", "available", "requested"),
     [
         ("auto", [CUDA, CPU], [CUDA, CPU]),
         ("auto", [CPU], [CPU]),
@@ -178,81 +181,85 @@ RT = "TensorrtExecutionProvider"
         ("cuda", [CUDA, CPU], [CUDA, CPU]),
     ],
 )
-def test_provider_setting_selects_execution_providers(monkeypatch, capfd, provider, available, asked):
-    runtime = _Runtime(available, None)
+def test_provider_setting_selects_execution_providers(
+    monkeypatch, capfd, provider, available, requested
+):
+    runtime = _FakeRuntime(available, None)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
-    assert OnnxModel(Path("x.onnx"), provider, threads=3).provider == asked[0]
-    assert runtime.preloaded == (asked[0] == CUDA)
+    assert OnnxModel(Path("x.onnx"), provider, threads=3).provider == requested[0]
+    assert runtime.preloaded == (requested[0] == CUDA)
     assert capfd.readouterr().out == ""
-    assert [each if isinstance(each, str) else each[0] for each in runtime.asked] == asked
+    assert [each if isinstance(each, str) else each[0] for each in runtime.requested] == requested
     assert runtime.options.intra_op_num_threads == 3
 
 
 def test_cuda_uses_tf32_only_when_configured(monkeypatch):
-    runtime = _Runtime([CUDA, CPU], None)
+    runtime = _FakeRuntime([CUDA, CPU], None)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
     OnnxModel(Path("x.onnx"), "cuda")
-    assert runtime.asked[0] == (CUDA, {"device_id": "0", "use_tf32": "0"})
+    assert runtime.requested[0] == (CUDA, {"device_id": "0", "use_tf32": "0"})
     OnnxModel(Path("x.onnx"), "cuda", gpu=GpuOptions(device=1, tf32=True))
-    assert runtime.asked[0] == (CUDA, {"device_id": "1", "use_tf32": "1"})
+    assert runtime.requested[0] == (CUDA, {"device_id": "1", "use_tf32": "1"})
 
 
 def test_lane_session_uses_its_device_and_stream(monkeypatch):
-    runtime = _Runtime([CUDA, CPU], None)
+    runtime = _FakeRuntime([CUDA, CPU], None)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
     model = OnnxModel(Path("x.onnx"), "cuda")
     model.session_on(1, 4711)
-    name, options = runtime.asked[0]
+    name, options = runtime.requested[0]
     assert name == CUDA
     assert options["device_id"] == "1"
     assert options["user_compute_stream"] == "4711"
 
 
 def test_cuda_runs_are_recorded_unless_graphs_are_off(monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([CUDA, CPU], None))
+    monkeypatch.setitem(sys.modules, "onnxruntime", _FakeRuntime([CUDA, CPU], None))
     assert OnnxModel(Path("x.onnx"), "cuda").records
     assert not OnnxModel(Path("x.onnx"), "cuda", gpu=GpuOptions(graphs=False)).records
-    monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([RT, CUDA, CPU], None))
+    monkeypatch.setitem(sys.modules, "onnxruntime", _FakeRuntime([TENSORRT, CUDA, CPU], None))
     assert not OnnxModel(Path("x.onnx"), "tensorrt").records
 
 
 def test_tensorrt_gets_the_float16_option(monkeypatch):
-    runtime = _Runtime([RT, CUDA, CPU], None)
+    runtime = _FakeRuntime([TENSORRT, CUDA, CPU], None)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
     OnnxModel(Path("x.onnx"), "tensorrt", gpu=GpuOptions(precision="float16"))
-    assert runtime.asked[0] == (RT, {"device_id": "0", "trt_fp16_enable": "1"})
-    assert [each[0] for each in runtime.asked[1:-1]] == [CUDA]
+    assert runtime.requested[0] == (TENSORRT, {"device_id": "0", "trt_fp16_enable": "1"})
+    assert [each[0] for each in runtime.requested[1:-1]] == [CUDA]
 
 
 def test_missing_or_broken_tensorrt_is_a_config_error(monkeypatch):
-    """onnxruntime-gpu comes with the provider, but not with TensorRT itself."""
-    runtime = _Runtime([CUDA, CPU], None)
+    """onnxruntime-gpu has the provider, but does not contain TensorRT itself."""
+    runtime = _FakeRuntime([CUDA, CPU], None)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
     with pytest.raises(
         ConfigError, match=r"is tensorrt, .* has only CUDA.*install onnxruntime-gpu"
     ):
         OnnxModel(Path("x.onnx"), "tensorrt")
     for used in ([CUDA, CPU], [CPU]):
-        monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([RT, CUDA, CPU], used))
-        said = rf"fell back to {used[0]}: .*libnvinfer .*of TensorRT .*docs/gpu.md.*provider: auto"
-        with pytest.raises(ConfigError, match=said):
+        monkeypatch.setitem(sys.modules, "onnxruntime", _FakeRuntime([TENSORRT, CUDA, CPU], used))
+        message = (
+            rf"fell back to {used[0]}: .*libnvinfer .*of TensorRT .*docs/gpu.md.*provider: auto"
+        )
+        with pytest.raises(ConfigError, match=message):
             OnnxModel(Path("x.onnx"), "tensorrt")
 
 
 def test_gpu_network_restores_the_threads_current_device(monkeypatch):
-    """ONNX Runtime makes its device the thread's own, and leaves it at that."""
+    """ONNX Runtime changes the thread's current device to its own and does not restore it."""
     current = SimpleNamespace(device=0)
     cuda = SimpleNamespace(
         getDevice=lambda: current.device, setDevice=lambda n: setattr(current, "device", n)
     )
-    inside = []
+    devices_at_run = []
 
-    class Runtime(_Runtime):
+    class Runtime(_FakeRuntime):
         def InferenceSession(self, path, options, providers):
             session = super().InferenceSession(path, options, providers)
 
             def run(names, inputs):
-                inside.append(current.device)
+                devices_at_run.append(current.device)
                 current.device = 2
                 return []
 
@@ -268,11 +275,11 @@ def test_gpu_network_restores_the_threads_current_device(monkeypatch):
     current.device = 1
     model.predict({})
     model.session_on(2, 0)
-    assert (inside, current.device) == ([1], 1)
+    assert (devices_at_run, current.device) == ([1], 1)
 
 
 def test_float16_on_a_cpu_is_a_config_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([CPU], None))
+    monkeypatch.setitem(sys.modules, "onnxruntime", _FakeRuntime([CPU], None))
     with pytest.raises(ConfigError, match="a CPU is slower in float16"):
         OnnxModel(Path("x.onnx"), "auto", gpu=GpuOptions(precision="float16"))
 
@@ -286,26 +293,26 @@ def test_float16_conversion_keeps_float32_inputs_and_outputs(tmp_path):
         {"score": (T.FLOAT, ["batch", 2])},
         [weights],
     )
-    kept = OnnxModel(path, "cpu")
+    wide = OnnxModel(path, "cpu")
     (tmp_path / "narrow.onnx").write_bytes(convert_to_float16(path))
     narrow = OnnxModel(tmp_path / "narrow.onnx", "cpu")
-    assert (narrow.inputs, narrow.outputs) == (kept.inputs, kept.outputs)
+    assert (narrow.inputs, narrow.outputs) == (wide.inputs, wide.outputs)
     rng = np.random.default_rng(1)
-    fed = {t.name: rng.random((5, *t.shape[1:]), np.float32) for t in kept.inputs}
-    for name, values in kept.predict(fed).items():
+    fed = {t.name: rng.random((5, *t.shape[1:]), np.float32) for t in wide.inputs}
+    for name, values in wide.predict(fed).items():
         np.testing.assert_allclose(narrow.predict(fed)[name], values, rtol=2e-2, atol=2e-2)
     kinds = {t.data_type for t in onnx.load(tmp_path / "narrow.onnx").graph.initializer}
     assert kinds == {T.FLOAT16}
 
 
 def test_missing_cuda_provider_is_a_config_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([CPU], None))
+    monkeypatch.setitem(sys.modules, "onnxruntime", _FakeRuntime([CPU], None))
     with pytest.raises(ConfigError, match="install onnxruntime-gpu over it"):
         OnnxModel(Path("x.onnx"), "cuda")
 
 
 def test_cuda_provider_that_fails_to_load_is_an_error_unless_auto(monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([CUDA, CPU], [CPU]))
+    monkeypatch.setitem(sys.modules, "onnxruntime", _FakeRuntime([CUDA, CPU], [CPU]))
     with pytest.raises(ConfigError, match=f"fell back to {CPU}"):
         OnnxModel(Path("x.onnx"), "cuda")
     assert OnnxModel(Path("x.onnx"), "auto").provider == CPU

@@ -1,4 +1,4 @@
-"""A server tells nobody about itself."""
+"""ONNX Runtime with its telemetry disabled writes no file to the home folder."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Networks in a Triton that fails: it is slow, hangs, forgets, or has another network."""
+"""TritonModel with a Triton that is slow, hangs, restarts, or serves another network."""
 
 from __future__ import annotations
 
@@ -58,18 +58,21 @@ IN, OUT = NetworkTensor("x", "FP32", (-1, 2)), NetworkTensor("y", "FP32", (-1, 2
 
 
 class Triton:
-    """A Transport whose network doubles. ``faults``: the errors of the next calls, by what is called."""
+    """A TritonTransport whose network doubles its input.
+
+    ``faults``: the errors of the next calls, by method; "reach" fails a registration before it is made.
+    """
 
     def __init__(self) -> None:
         self.regions: dict[str, SharedMemory] = {}
-        self.ever: list[str] = []
+        self.registrations: list[str] = []
         self.faults: dict[str, list[Exception]] = {}
         self.runs: list[Any] = []
         self.during: Callable[[], None] = lambda: None
 
     def _fail(self, call: str) -> None:
-        if left := self.faults.get(call):
-            raise left.pop(0)
+        if errors := self.faults.get(call):
+            raise errors.pop(0)
 
     def describe(self, timeout_s: float) -> TritonModelInfo:
         self.during()
@@ -100,7 +103,7 @@ class Triton:
         if region in self.regions:
             raise DenseModelError(f"shared memory region '{region}' already in manager")
         self.regions[region] = SharedMemory(key.removeprefix("/"))
-        self.ever.append(region)
+        self.registrations.append(region)
         self._fail("register")
 
     def unregister(self, region, key, timeout_s):
@@ -122,8 +125,8 @@ def opened(triton: Triton) -> Iterator[Callable[..., TritonModel]]:
     networks = []
 
     def open_network(regions: ThreadRegions | None = None, **changes: Any) -> TritonModel:
-        how: dict[str, Any] = {"timeout_s": 60.0, "retries": 0, "regions": regions, **changes}
-        networks.append(TritonModel("n", "there:1", triton, ((IN,), (OUT,)), **how))
+        options: dict[str, Any] = {"timeout_s": 60.0, "retries": 0, "regions": regions, **changes}
+        networks.append(TritonModel("n", "triton:1", triton, ((IN,), (OUT,)), **options))
         return networks[-1]
 
     yield open_network
@@ -137,69 +140,71 @@ def rows(value: float, batch: int = 1) -> dict[str, Any]:
     return {"x": np.full((batch, 2), value, np.float32)}
 
 
-def doubled(network: Any, value: float, batch: int = 1, deadline: float | None = None) -> None:
+def check_doubled(
+    network: Any, value: float, batch: int = 1, deadline: float | None = None
+) -> None:
     answer = network.predict(rows(value, batch), None, deadline)
     np.testing.assert_array_equal(answer["y"], np.full((batch, 2), 2 * value))
 
 
-LATE = DeadlineExceeded("late")
-LOST = DenseModelError("the call to Triton failed: the connection was closed")
-AWAY = TritonUnavailable("away")
+TIMED_OUT = DeadlineExceeded("late")
+CONNECTION_LOST = DenseModelError("the call to Triton failed: the connection was closed")
+UNREACHABLE = TritonUnavailable("unreachable")
 
 
-@pytest.mark.parametrize("error", [LATE, LOST, AWAY])
+@pytest.mark.parametrize("error", [TIMED_OUT, CONNECTION_LOST, UNREACHABLE])
 def test_region_of_a_failed_run_is_never_used_again(triton, opened, error):
     network = opened(ThreadRegions())
     triton.faults["infer"] = [error]
     with pytest.raises((DeadlineExceeded, DenseModelError, Unavailable)):
         network.predict(rows(1))
-    (late,) = triton.runs
-    doubled(network, 2)
-    assert triton.runs[-1].region != late.region
-    assert late.region not in triton.regions
+    (failed,) = triton.runs
+    check_doubled(network, 2)
+    assert triton.runs[-1].region != failed.region
+    assert failed.region not in triton.regions
     with pytest.raises(FileNotFoundError):
-        SharedMemory(late.region)
+        SharedMemory(failed.region)
 
 
 def test_restarted_triton_gets_a_region_with_a_new_name(triton, opened):
     network = opened(ThreadRegions())
-    doubled(network, 1)
+    check_doubled(network, 1)
     triton.regions.popitem()[1].close()
-    doubled(network, 2)
-    assert len(set(triton.ever)) == len(triton.ever) == 2
+    check_doubled(network, 2)
+    assert len(set(triton.registrations)) == len(triton.registrations) == 2
 
 
 def test_region_grows_after_registrations_failed(triton, opened):
     network = opened(ThreadRegions())
-    doubled(network, 1)
-    triton.faults |= {"register": [AWAY] * 2, "unregister": [AWAY]}
+    check_doubled(network, 1)
+    triton.faults |= {"register": [UNREACHABLE] * 2, "unregister": [UNREACHABLE]}
     for _ in range(2):
         with pytest.raises(Unavailable):
             network.predict(rows(1, 1 << 16))
     for value in (2, 3):
-        doubled(network, value, 1 << 16)
+        check_doubled(network, value, 1 << 16)
 
 
 def test_next_run_succeeds_after_a_registration_timed_out(triton, opened):
     network = opened(ThreadRegions())
-    triton.faults["register"] = [LATE]
+    triton.faults["register"] = [TIMED_OUT]
     with pytest.raises(DeadlineExceeded):
         network.predict(rows(1))
-    doubled(network, 2)
+    check_doubled(network, 2)
 
 
 def test_processes_with_equal_pids_use_different_region_names(triton, opened, monkeypatch):
     monkeypatch.setattr("os.getpid", lambda: 7)
-    networks = [opened(ThreadRegions()) for _ in range(2)]  # as two processes of one number
+    networks = [opened(ThreadRegions()) for _ in range(2)]  # as two processes with the same PID
     for network in networks:
-        doubled(network, 1)
-    assert len(set(triton.ever)) == 2
+        check_doubled(network, 1)
+    assert len(set(triton.registrations)) == 2
 
 
 def test_close_unregisters_regions_and_can_be_repeated(triton, opened):
     network = opened(ThreadRegions())
-    doubled(network, 1)
-    triton.faults["unregister"] = [AWAY]
+    check_doubled(network, 1)
+    triton.faults["unregister"] = [UNREACHABLE]
     network.close()
     (name,) = triton.regions
     with pytest.raises(FileNotFoundError):
@@ -208,8 +213,8 @@ def test_close_unregisters_regions_and_can_be_repeated(triton, opened):
     assert not triton.regions
 
 
-class Lasting(HostRegion):
-    """As a GPU's memory is: there until Triton has let go of it."""
+class PersistentRegion(HostRegion):
+    """A region that exists until it is released, like GPU memory."""
 
     def drop(self):
         pass
@@ -219,38 +224,38 @@ class Lasting(HostRegion):
 
 
 def test_region_that_triton_may_write_to_is_kept_until_close(triton, opened):
-    network = opened(ThreadRegions(Lasting))
-    triton.faults |= {"infer": [LATE], "unregister": [AWAY]}
+    network = opened(ThreadRegions(PersistentRegion))
+    triton.faults |= {"infer": [TIMED_OUT], "unregister": [UNREACHABLE]}
     with pytest.raises(DeadlineExceeded):
         network.predict(rows(1))
-    doubled(network, 2)  # a new region; the old one is not known to be forgotten
-    for name in triton.ever:
+    check_doubled(network, 2)  # in a new region; Triton may still have the old one registered
+    for name in triton.registrations:
         SharedMemory(name).close()
     network.close()
-    for name in triton.ever:
+    for name in triton.registrations:
         with pytest.raises(FileNotFoundError):
             SharedMemory(name)
 
 
-class Counted(Lasting):
-    """Regions that are there, by name."""
+class Counted(PersistentRegion):
+    """Counts the regions made, and keeps the sizes of those not released, by name."""
 
-    there: dict[str, int]
+    unreleased: dict[str, int]
     made: int
 
     def __init__(self, size):
         super().__init__(size)
-        self.there[self.name] = self.size
+        self.unreleased[self.name] = self.size
         type(self).made += 1
 
     def release(self):
-        del self.there[self.name]
+        del self.unreleased[self.name]
         super().release()
 
 
 @pytest.fixture
 def counted() -> type[Counted]:
-    return type("CountedHere", (Counted,), {"there": {}, "made": 0})
+    return type("CountedRegion", (Counted,), {"unreleased": {}, "made": 0})
 
 
 def test_region_is_reused_if_triton_was_not_reached(triton, opened, counted):
@@ -262,12 +267,12 @@ def test_region_is_reused_if_triton_was_not_reached(triton, opened, counted):
     assert counted.made == 1
     with pytest.raises(Unavailable):
         network.predict(rows(1, 1 << 16))
-    assert (counted.made, len(counted.there)) == (2, 1)  # the small one was released
-    doubled(network, 2)
+    assert (counted.made, len(counted.unreleased)) == (2, 1)  # the small one was released
+    check_doubled(network, 2)
     triton.faults["infer"] = [TritonNotConnected("refused")]
     with pytest.raises(Unavailable):
         network.predict(rows(1))
-    doubled(network, 3)
+    check_doubled(network, 3)
     assert counted.made == 2
 
 
@@ -277,28 +282,26 @@ def test_region_that_triton_rejects_is_released(triton, opened, counted):
     for _ in range(2):
         with pytest.raises(DenseModelError):
             network.predict(rows(1))
-        assert not counted.there
+        assert not counted.unreleased
 
 
-def test_regions_of_a_hung_triton_are_bounded_and_not_freed(
-    triton, opened, counted, monkeypatch
-):
+def test_regions_of_a_hung_triton_are_bounded_and_not_freed(triton, opened, counted, monkeypatch):
     monkeypatch.setattr("hps.dense.triton.shared_regions._STALE_BYTES", 1 << 20)
     network = opened(ThreadRegions(counted))
-    triton.faults |= {"infer": [LATE] * 99, "unregister": [AWAY] * 99}
+    triton.faults |= {"infer": [TIMED_OUT] * 99, "unregister": [UNREACHABLE] * 99}
     for _ in range(16):
         with pytest.raises(DeadlineExceeded):
             network.predict(rows(1))
     for _ in range(4):
         with pytest.raises(Unavailable, match="1 MiB of shared memory"):
             network.predict(rows(1))
-    assert counted.there.keys() == set(triton.ever) == triton.regions.keys()
-    assert sum(counted.there.values()) == 1 << 20
+    assert counted.unreleased.keys() == set(triton.registrations) == triton.regions.keys()
+    assert sum(counted.unreleased.values()) == 1 << 20
     triton.faults["infer"] = []
-    doubled(FallbackModel("n", network, opened()), 1)
+    check_doubled(FallbackModel("n", network, opened()), 1)
     triton.faults.clear()
-    doubled(network, 2)
-    assert len(counted.there) == len(triton.regions) == 1
+    check_doubled(network, 2)
+    assert len(counted.unreleased) == len(triton.regions) == 1
 
 
 @pytest.mark.parametrize(
@@ -308,40 +311,42 @@ def test_regions_of_a_hung_triton_are_bounded_and_not_freed(
             TritonRejected("Cannot unregister shared memory region 'r', it is currently in use."),
             True,
         ),
-        (LOST, True),
+        (CONNECTION_LOST, True),
         (TritonRejected("no such region"), False),
     ],
 )
-def test_stale_region_is_released_once_triton_reports_it_unknown(triton, opened, counted, error, kept):
+def test_stale_region_is_released_once_triton_reports_it_unknown(
+    triton, opened, counted, error, kept
+):
     network = opened(ThreadRegions(counted))
-    triton.faults |= {"infer": [LATE], "unregister": [error]}
+    triton.faults |= {"infer": [TIMED_OUT], "unregister": [error]}
     with pytest.raises(DeadlineExceeded):
         network.predict(rows(1))
-    doubled(network, 2)
-    assert (triton.ever[0] in counted.there) == kept
-    triton.regions.pop(triton.ever[0]).close()
+    check_doubled(network, 2)
+    assert (triton.registrations[0] in counted.unreleased) == kept
+    triton.regions.pop(triton.registrations[0]).close()
 
 
 def test_region_that_triton_still_holds_outlives_the_network(triton, counted, caplog):
     regions = ThreadRegions(counted)
     regions.infer(triton, [("x", "FP32", rows(1)["x"])], (OUT,), lambda: 60.0)
-    triton.faults["unregister"] = [AWAY]
+    triton.faults["unregister"] = [UNREACHABLE]
     regions.close(triton)
     assert "1 shared regions" in caplog.text
-    left = weakref.ref(regions)
+    reference = weakref.ref(regions)
     del regions
     gc.collect()
-    assert len(counted.there) == 1
-    still = left()
-    assert still is not None
-    still.close(triton)
-    assert not counted.there
+    assert len(counted.unreleased) == 1
+    closed = reference()
+    assert closed is not None
+    closed.close(triton)
+    assert not counted.unreleased
 
 
 @pytest.mark.parametrize("kind", ["http", "grpc"])
 def test_refused_connection_raises_not_connected(kind):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
     transport: Any = (
         HttpTransport(address, "n", "")
         if kind == "http"
@@ -353,7 +358,7 @@ def test_refused_connection_raises_not_connected(kind):
 
 
 @pytest.mark.parametrize(
-    ("status", "is_answer"),
+    ("status", "is_rejection"),
     [
         ("400", True),
         ("StatusCode.INVALID_ARGUMENT", True),
@@ -361,10 +366,10 @@ def test_refused_connection_raises_not_connected(kind):
         (None, False),
     ],
 )
-def test_only_a_client_error_status_is_a_rejection(status, is_answer):
+def test_only_a_client_error_status_is_a_rejection(status, is_rejection):
     error = translate_triton_error(InferenceServerException("no", status))
     assert isinstance(error, DenseModelError)
-    assert isinstance(error, TritonRejected) == is_answer
+    assert isinstance(error, TritonRejected) == is_rejection
 
 
 class CudaError(RuntimeError):
@@ -400,75 +405,77 @@ def test_gpu_that_cannot_share_memory_is_a_config_error_at_start(monkeypatch, ca
 
 
 def test_cuda_region_is_registered_by_its_ipc_handle(monkeypatch):
-    there, told = CudaSharedMemory(bytes(range(64)), 3), []
-    http = HttpTransport("there:1", "n", "")
-    monkeypatch.setattr(http, "_ask", lambda _method, path, _s, body=b"": told.append((path, body)))
-    http.register("r", there, 4096, 1.0)
-    http.unregister("r", there, 1.0)
-    (path, body), (end, _) = told
+    memory, sent = CudaSharedMemory(bytes(range(64)), 3), []
+    http = HttpTransport("triton:1", "n", "")
+    monkeypatch.setattr(
+        http, "_send", lambda _method, path, _s, body=b"": sent.append((path, body))
+    )
+    http.register("r", memory, 4096, 1.0)
+    http.unregister("r", memory, 1.0)
+    (path, body), (last_path, _) = sent
     assert path == "/v2/cudasharedmemory/region/r/register"
-    handle = {"b64": b64encode(there.handle).decode()}
+    handle = {"b64": b64encode(memory.handle).decode()}
     assert json.loads(body) == {"raw_handle": handle, "device_id": 3, "byte_size": 4096}
-    assert end == "/v2/cudasharedmemory/region/r/unregister"
-    grpc, asked = GrpcTransport("there:1", "n", "", channels=1), []
+    assert last_path == "/v2/cudasharedmemory/region/r/unregister"
+    grpc, requests = GrpcTransport("triton:1", "n", "", channels=1), []
     stub = SimpleNamespace(
-        CudaSharedMemoryRegister=lambda request, **_: asked.append(request),
-        CudaSharedMemoryUnregister=lambda request, **_: asked.append(request),
+        CudaSharedMemoryRegister=lambda request, **_: requests.append(request),
+        CudaSharedMemoryUnregister=lambda request, **_: requests.append(request),
     )
     monkeypatch.setattr(grpc._clients[0], "_client_stub", stub)
-    grpc.register("r", there, 4096, 1.0)
-    grpc.unregister("r", there, 1.0)
-    assert (asked[0].raw_handle, asked[0].device_id) == (there.handle, 3)
-    assert (asked[0].name, asked[0].byte_size, asked[1].name) == ("r", 4096, "r")
+    grpc.register("r", memory, 4096, 1.0)
+    grpc.unregister("r", memory, 1.0)
+    assert (requests[0].raw_handle, requests[0].device_id) == (memory.handle, 3)
+    assert (requests[0].name, requests[0].byte_size, requests[1].name) == ("r", 4096, "r")
     grpc.close()
 
 
 @pytest.mark.parametrize(("timeout_s", "timeout_us"), [(2.5, 2_500_000), (1e-7, 1)])
 def test_infer_request_carries_its_timeout_in_microseconds(monkeypatch, timeout_s, timeout_us):
     inputs = [("x", "FP32", rows(1)["x"])]
-    asked: list[Any] = []
+    calls: list[Any] = []
 
-    def keep(*arguments, request=None, **_):
-        asked.extend(arguments or [request])
-        raise AWAY
+    def fail(*arguments, request=None, **_):
+        calls.extend(arguments or [request])
+        raise UNREACHABLE
 
-    by_http = HttpTransport("there:1", "n", "")
-    monkeypatch.setattr(by_http, "_ask", keep)
+    by_http = HttpTransport("triton:1", "n", "")
+    monkeypatch.setattr(by_http, "_send", fail)
     with pytest.raises(TritonUnavailable):
         by_http.infer(inputs, ["y"], timeout_s)
-    *_, limit, body, headers = asked
+    *_, limit, body, headers = calls
     head = json.loads(body[: int(headers["inference-header-content-length"])])
     assert (limit, head["parameters"]["timeout"]) == (timeout_s, timeout_us)
-    by_grpc = GrpcTransport("there:1", "n", "", channels=1)
-    monkeypatch.setattr(by_grpc._clients[0], "_client_stub", SimpleNamespace(ModelInfer=keep))
+    by_grpc = GrpcTransport("triton:1", "n", "", channels=1)
+    monkeypatch.setattr(by_grpc._clients[0], "_client_stub", SimpleNamespace(ModelInfer=fail))
     with pytest.raises(TritonUnavailable):
         by_grpc.infer(inputs, ["y"], timeout_s)
-    assert asked[-1].parameters["timeout"].int64_param == timeout_us
+    assert calls[-1].parameters["timeout"].int64_param == timeout_us
     by_grpc.close()
 
 
-@pytest.mark.parametrize("error", [AWAY, LATE])
+@pytest.mark.parametrize("error", [UNREACHABLE, TIMED_OUT])
 def test_unreachable_triton_at_start_is_asked_again_later(triton, opened, error):
     triton.faults["describe"] = [error]
-    doubled(opened(), 1)
+    check_doubled(opened(), 1)
 
 
 def test_request_waiting_for_the_description_keeps_its_deadline(triton, opened):
-    triton.faults["describe"] = [AWAY]
+    triton.faults["describe"] = [UNREACHABLE]
     network = opened()
-    asking, answer = threading.Event(), threading.Event()
+    describing, proceed = threading.Event(), threading.Event()
 
     def hang() -> None:
-        asking.set()
-        assert answer.wait(60)
+        describing.set()
+        assert proceed.wait(60)
 
     triton.during = hang
-    other = threading.Thread(target=doubled, args=(network, 1))
+    other = threading.Thread(target=check_doubled, args=(network, 1))
     other.start()
-    assert asking.wait(60)
+    assert describing.wait(60)
     with pytest.raises(DeadlineExceeded, match="while reading the model's description"):
         network.predict(rows(1), None, time.monotonic() + 0.01)
-    answer.set()
+    proceed.set()
     other.join()
 
 
@@ -477,28 +484,28 @@ def test_missing_or_other_network_is_unavailable_until_it_is_served(triton, open
     triton.faults["describe"] = [fault]
     with pytest.raises(ModelError):
         opened()
-    triton.faults["describe"] = [AWAY, fault]
+    triton.faults["describe"] = [UNREACHABLE, fault]
     network = opened()
     with pytest.raises(Unavailable, match="retry later"):
         network.predict(rows(1))
-    doubled(network, 2)
+    check_doubled(network, 2)
 
 
-class Late:
-    """A network that answers nobody in time."""
+class LateNetwork:
+    """A network whose every run exceeds its deadline; at most two runs are expected."""
 
     inputs, outputs = (IN,), (OUT,)
     takes_device_arrays = False
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.calls = 0
 
     def predict(self, inputs, outputs=None, deadline=None):
-        self.asked += 1
-        assert self.asked <= 2
+        self.calls += 1
+        assert self.calls <= 2
         while deadline is not None and time.monotonic() < deadline:
             pass
-        raise LATE
+        raise TIMED_OUT
 
     def runs_inline(self, batch: int) -> bool:
         return False
@@ -509,29 +516,31 @@ class Late:
 
 def test_requests_fall_back_after_one_deadline_was_exceeded(opened, monkeypatch):
     monkeypatch.setattr("hps.dense.fallback._REST_S", 60.0)
-    late = Late()
+    late = LateNetwork()
     both = FallbackModel("n", late, opened())
     with pytest.raises(DeadlineExceeded):
         both.predict(rows(1), None, time.monotonic() - 1)
-    with pytest.raises(DeadlineExceeded):  # that one came too late: it says nothing of the network
+    with pytest.raises(
+        DeadlineExceeded
+    ):  # that deadline had passed before the call: no fallback yet
         both.predict(rows(1), None, time.monotonic() + 0.01)
-    doubled(both, 1, deadline=time.monotonic() + 60)
-    assert late.asked == 2
+    check_doubled(both, 1, deadline=time.monotonic() + 60)
+    assert late.calls == 2
 
 
 def test_only_unavailable_runs_are_retried(triton, opened):
     network = opened(retries=1)
-    triton.faults["infer"] = [AWAY]
-    doubled(network, 1)
+    triton.faults["infer"] = [UNREACHABLE]
+    check_doubled(network, 1)
     assert len(triton.runs) == 2
-    triton.faults["infer"] = [AWAY] * 2
+    triton.faults["infer"] = [UNREACHABLE] * 2
     with pytest.raises(Unavailable):
-        doubled(network, 1)
+        check_doubled(network, 1)
     assert len(triton.runs) == 4
-    for runs, fault in enumerate((LOST, LATE), 5):
+    for runs, fault in enumerate((CONNECTION_LOST, TIMED_OUT), 5):
         triton.faults["infer"] = [fault]
         with pytest.raises(type(fault)):
-            doubled(network, 1)
+            check_doubled(network, 1)
         assert len(triton.runs) == runs
 
 
@@ -550,14 +559,14 @@ def test_timeout_in_tritons_queue_is_deadline_exceeded_and_not_retried(triton, o
     network = opened(retries=2)
     triton.faults["infer"] = [error]
     with pytest.raises(DeadlineExceeded, match="in Triton's queue"):
-        doubled(network, 1)
+        check_doubled(network, 1)
     assert len(triton.runs) == 1
 
 
 def test_http_call_past_its_deadline_closes_its_connection():
     with socket.create_server(("127.0.0.1", 0)) as hung:
         transport = HttpTransport(f"127.0.0.1:{hung.getsockname()[1]}", "n", "")
-        for batch in (1, 1, 1 << 20):  # the last is cut off while it is sent
+        for batch in (1, 1, 1 << 20):  # the deadline passes while the last one is sent
             with pytest.raises(DeadlineExceeded):
                 transport.infer([("x", "FP32", rows(1, batch)["x"])], ["y"], 0.05)
         with pytest.raises(DeadlineExceeded):
@@ -569,26 +578,27 @@ def test_http_call_past_its_deadline_closes_its_connection():
 
 
 @contextmanager
-def answering(*answers: bytes) -> Iterator[tuple[str, list[int]]]:
-    """A server that sends ``answers``, each to a request, until a connection ends; its address, and how
-    many requests each connection brought. An empty answer ends the connection instead."""
-    left, counts = list(answers), []
+def scripted_server(*answers: bytes) -> Iterator[tuple[str, list[int]]]:
+    """Run a server that sends ``answers``, one per request; an empty one closes the connection instead.
+
+    Gives its address and the list of request counts, one per connection."""
+    remaining, counts = list(answers), []
 
     def serve() -> None:
-        while left:
-            connection, _ = listening.accept()
+        while remaining:
+            connection, _ = listener.accept()
             counts.append(0)
             with connection:
-                while left and connection.recv(1 << 16):
+                while remaining and connection.recv(1 << 16):
                     counts[-1] += 1
-                    if not (answer := left.pop(0)):
+                    if not (answer := remaining.pop(0)):
                         break
                     connection.sendall(answer)
 
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve)
         thread.start()
-        yield f"127.0.0.1:{listening.getsockname()[1]}", counts
+        yield f"127.0.0.1:{listener.getsockname()[1]}", counts
         thread.join(60)
 
 
@@ -599,14 +609,14 @@ def http(body: bytes, *headers: bytes) -> bytes:
 
 def test_connection_is_reused_until_the_server_closes_it():
     answers = http(b"1"), http(b"2", b"Connection: close"), http(b"3"), b"", http(b"5")
-    with answering(*answers) as (address, counts):
+    with scripted_server(*answers) as (address, counts):
         transport = HttpTransport(address, "n", "")
-        found = [transport._ask("GET", "/", 60).body for _ in range(3)]
+        bodies = [transport._send("GET", "/", 60).body for _ in range(3)]
         with pytest.raises(TritonUnavailable):
-            transport._ask("GET", "/", 60)
-        found.append(transport._ask("GET", "/", 60).body)
+            transport._send("GET", "/", 60)
+        bodies.append(transport._send("GET", "/", 60).body)
         transport.close()
-    assert found == [b"1", b"2", b"3", b"5"]
+    assert bodies == [b"1", b"2", b"3", b"5"]
     assert counts == [2, 2, 1]
 
 
@@ -614,7 +624,7 @@ def test_connection_is_reused_until_the_server_closes_it():
     "answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf", b"what\r\n"]
 )
 def test_truncated_response_is_unavailable(answer):
-    with answering(answer) as (address, _):
+    with scripted_server(answer) as (address, _):
         transport = HttpTransport(address, "n", "")
         with pytest.raises(TritonUnavailable):
             transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 60)
@@ -622,7 +632,7 @@ def test_truncated_response_is_unavailable(answer):
 
 
 def test_grpc_connection_lost_in_a_call_is_unavailable():
-    """And the next call has another connection."""
+    """The next call opens another connection."""
     calls: list[int] = []
 
     class Service(GRPCInferenceServiceServicer):
@@ -643,8 +653,8 @@ def test_grpc_connection_lost_in_a_call_is_unavailable():
     try:
         with pytest.raises(TritonUnavailable):
             transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 60)
-        found = _retried(lambda: transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 60))
-        assert found["y"].tolist() == [[2, 2]]
+        outputs = _retried(lambda: transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 60))
+        assert outputs["y"].tolist() == [[2, 2]]
         assert len(calls) == 2
     finally:
         transport.close()
@@ -653,10 +663,10 @@ def test_grpc_connection_lost_in_a_call_is_unavailable():
 
 
 def _retried(call: Callable[[], Any]) -> Any:
-    """Its client may have the lost connection a moment longer."""
+    """Retry ``call``: the client may use the lost connection for a moment longer."""
     for _ in range(100):
         try:
             return call()
         except TritonUnavailable:
             time.sleep(0.05)
-    raise AssertionError("it stayed unreachable")
+    raise AssertionError("Triton stayed unavailable")

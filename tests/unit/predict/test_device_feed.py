@@ -1,5 +1,6 @@
-"""Vectors handed from a device to a Triton on the same machine: a twin of NumPy arrays for the device, the
-network in this process for Triton, and between them the memory that both know."""
+"""Vectors passed from a device to a Triton on the same machine.
+
+A twin of NumPy arrays stands for the device, a network in this process for Triton; they share memory."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from hps.cuda.loader import cupy
-from hps.dense import network_factory as choose
+from hps.dense import network_factory
 from hps.dense.fallback import FallbackModel
 from hps.dense.onnx import OnnxModel
 from hps.dense.triton import TritonModel
@@ -30,7 +31,7 @@ from tests.unit.node.test_gpu_caches import (  # noqa: F401 # the fixtures too
 
 
 class Region:
-    """What `DeviceRegion` is, in the host's memory; of vectors it takes the device's arrays alone."""
+    """A twin of `DeviceRegion` in host memory; asserts that all inputs but the price are device arrays."""
 
     made: ClassVar[dict[str, Region]] = {}
 
@@ -44,7 +45,7 @@ class Region:
     def put(self, tensors: Any) -> None:
         for offset, array in tensors:
             assert array.flags.c_contiguous
-            assert isinstance(array, Array) == (array.shape[1:] != (1,))  # the price is the host's
+            assert isinstance(array, Array) == (array.shape[1:] != (1,))  # (n, 1): the price
             self.memory[offset : offset + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
 
     def get(self, offset: int, shape: Any, dtype: Any) -> Any:
@@ -60,12 +61,12 @@ class Region:
 
 
 class Triton:
-    """Runs the network on what lies in the shared memory; of at most 8 samples at a time."""
+    """A TritonTransport that runs the network on tensors in the shared memory; batches of at most 8."""
 
     def __init__(self, network: OnnxModel) -> None:
         self.network = network
         self.runs = 0
-        self.away = False
+        self.unreachable = False
 
     def describe(self, timeout_s: float) -> TritonModelInfo:
         return TritonModelInfo(self.network.inputs, self.network.outputs, 8)
@@ -77,8 +78,8 @@ class Triton:
         assert region in Region.made
 
     def infer(self, inputs: Any, outputs: Any, timeout_s: float, shared: Any = None) -> Any:
-        if self.away:
-            raise TritonUnavailable("away")
+        if self.unreachable:
+            raise TritonUnavailable("unreachable")
         self.runs += 1
         memory = Region.made[shared.region]
         types = {tensor.name: tensor.dtype for tensor in self.network.inputs}
@@ -98,24 +99,26 @@ class Triton:
 
 @pytest.fixture
 def pair(open_node, monkeypatch):  # noqa: F811
-    """``pair(**dense)``: a node with a GPU's twin beside such a Triton, one with neither, and the Triton."""
+    """``pair(**dense)`` opens a node with a twin GPU and such a Triton, and a node with neither.
+
+    Returns both nodes and the Triton."""
 
     def pair(**dense: Any) -> Any:
-        made: list[Triton] = []
+        tritons: list[Triton] = []
         plain, _ = open_node(gpus=None, gpu={"use": "off"})
         path = plain.model("m").pipeline.dense.path
 
-        def there(target: Any, triton: Any, network: Any, device: int) -> TritonModel:
-            made.append(Triton(OnnxModel(path, "cpu")))
+        def open_twin(target: Any, triton: Any, network: Any, device: int) -> TritonModel:
+            tritons.append(Triton(OnnxModel(path, "cpu")))
             expected = (tuple(network.fed.values()), network.served)
             regions = ThreadRegions(Region, on_device=True)
-            how = {"timeout_s": 60.0, "retries": 0, "regions": regions, "check": network.check}
-            return TritonModel(target.name, "there:1", made[0], expected, **how)
+            options = {"timeout_s": 60.0, "retries": 0, "regions": regions, "check": network.check}
+            return TritonModel(target.name, "triton:1", tritons[0], expected, **options)
 
-        monkeypatch.setattr(choose, "_there", there)
+        monkeypatch.setattr(network_factory, "_in_triton", open_twin)
         dense = {"triton": {"url": "localhost:1", "shared_memory": "cuda", **dense}}
         node, _ = open_node(gpu={"share": 0.5}, dense=dense)
-        return node, plain, made[0]
+        return node, plain, tritons[0]
 
     yield pair
     assert not Region.made
@@ -125,8 +128,8 @@ def pair(open_node, monkeypatch):  # noqa: F811
 def test_device_scores_equal_host_scores(pair, last):
     node, plain, triton = pair()
     for batch in (1, 5, 8, 20):
-        asked = request_of(np.arange(last), batch)
-        same(node.predict("m", *asked), plain.predict("m", *asked))
+        request = request_of(np.arange(last), batch)
+        same(node.predict("m", *request), plain.predict("m", *request))
     assert triton.runs == 1 + 1 + 1 + 3
     node.close()
 
@@ -143,15 +146,16 @@ def test_context_is_repeated_on_the_device_and_sources_are_reported(pair):
 
 
 def test_fallback_copies_device_arrays_to_the_host(pair, monkeypatch):
-    """As the host's arrays, which a real device's must be made first."""
     node, plain, triton = pair(fallback=True)
     network = node.model("m").pipeline.dense
     assert isinstance(network, FallbackModel)
-    triton.away = True
-    asked = request_of(np.arange(200), 4)
-    same(node.predict("m", *asked), plain.predict("m", *asked))
+    triton.unreachable = True
+    request = request_of(np.arange(200), 4)
+    same(node.predict("m", *request), plain.predict("m", *request))
 
-    class There:
+    class DeviceArray:
+        """An array with CuPy's method to copy it to the host."""
+
         def __init__(self, array: Any) -> None:
             self._array = array
 
@@ -160,13 +164,13 @@ def test_fallback_copies_device_arrays_to_the_host(pair, monkeypatch):
 
     fed = {t.name: np.ones((2, *t.shape[1:]), np.float32) for t in network.inputs}
     expected = network.predict(fed)
-    found = network.predict({name: There(array) for name, array in fed.items()})
-    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    outputs = network.predict({name: DeviceArray(array) for name, array in fed.items()})
+    assert all(np.array_equal(outputs[name], expected[name]) for name in expected)
     node.close()
 
 
-class Elsewhere(Triton):
-    """The network in another process, which opens a real GPU's memory as Triton does."""
+class ProcessTriton(Triton):
+    """Runs the network in another process, which maps a real GPU's memory as Triton does."""
 
     def __init__(self, network: OnnxModel, processes: Any) -> None:
         super().__init__(network)
@@ -186,31 +190,31 @@ class Elsewhere(Triton):
             name: (shared.places[name][0], array.shape, types[name]) for name, _, array in inputs
         }
         places = {name: shared.places[name][0] for name in outputs}
-        given = (self.network.path, self.keys[shared.region], fed, places)
-        self.processes.apply(run_elsewhere, given)
+        arguments = (self.network.path, self.keys[shared.region], fed, places)
+        self.processes.apply(run_in_process, arguments)
         return {}
 
 
-def run_elsewhere(path: Any, key: CudaSharedMemory, fed: Any, places: Any) -> None:
+def run_in_process(path: Any, key: CudaSharedMemory, fed: Any, places: Any) -> None:
     cp, network = cupy(), OnnxModel(path, "cpu")
     with cp.cuda.Device(key.device):
         at = cp.cuda.runtime.ipcOpenMemHandle(key.handle)
 
-        def there(offset: int, shape: Any, dtype: Any) -> Any:
+        def array_at(offset: int, shape: Any, dtype: Any) -> Any:
             size = int(np.prod(shape)) * np.dtype(dtype).itemsize
             memory = cp.cuda.UnownedMemory(at + offset, size, None)
             return cp.ndarray(shape, dtype, cp.cuda.MemoryPointer(memory, 0))
 
-        given = {name: there(*where).get() for name, where in fed.items()}
-        for name, array in network.predict(given, tuple(places)).items():
-            there(places[name], array.shape, array.dtype).set(array)
+        inputs = {name: array_at(*where).get() for name, where in fed.items()}
+        for name, array in network.predict(inputs, tuple(places)).items():
+            array_at(places[name], array.shape, array.dtype).set(array)
         cp.cuda.Device().synchronize()
         cp.cuda.runtime.ipcCloseMemHandle(at)
 
 
 @pytest.mark.gpu
 def test_real_gpus_pass_vectors_to_triton_without_a_host_copy(open_node, monkeypatch):  # noqa: F811
-    """Rows of every device, to the one whose memory is shared; the price alone is the host's."""
+    """Rows of every device go to the one whose memory is shared; only the price is a host array."""
     put = DeviceRegion.put
 
     def checked(self: Any, tensors: Any) -> None:
@@ -222,7 +226,7 @@ def test_real_gpus_pass_vectors_to_triton_without_a_host_copy(open_node, monkeyp
     plain, _ = open_node(gpus=None, gpu={"use": "off"}, dense={"provider": "cpu"})
     network = OnnxModel(plain.model("m").pipeline.dense.path, "cpu")
     with get_context("spawn").Pool(1) as processes:
-        triton = Elsewhere(network, processes)
+        triton = ProcessTriton(network, processes)
         monkeypatch.setattr("hps.dense.triton.grpc.GrpcTransport", lambda *_, **__: triton)
         devices = list(range(device_count()))
         node, _ = open_node(
@@ -233,8 +237,8 @@ def test_real_gpus_pass_vectors_to_triton_without_a_host_copy(open_node, monkeyp
         for last in (200, HELD, 2 * HELD):
             for batch in (1, 20):
                 for _ in devices:
-                    asked = request_of(np.arange(last), batch)
-                    same(node.predict("m", *asked), plain.predict("m", *asked))
+                    request = request_of(np.arange(last), batch)
+                    same(node.predict("m", *request), plain.predict("m", *request))
         assert triton.runs == 3 * (1 + 3) * len(devices)
         node.close()
     assert not triton.keys
