@@ -1,4 +1,4 @@
-"""Lookup and dense model together: broadcast, top_k, outputs, faults, and who waits where."""
+"""InferencePipeline: broadcast, top_k, outputs, errors, and the threads that do the work."""
 
 import threading
 import time
@@ -19,6 +19,7 @@ from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, PredictRequest, Source
+from tests.support.gated_tier import GatedTier
 from tests.support.memory_tier import MemoryTier
 from tests.support.waiting import until
 
@@ -42,7 +43,7 @@ SPEC = DenseSpec(
 
 
 class Network:
-    """ctr = sum over everything but the user's rows; all = every input, side by side."""
+    """A network with outputs ctr = price + the item's first value, and all = every input, concatenated."""
 
     inputs = (
         NetworkTensor("price", "FP32", (-1,)),
@@ -52,15 +53,16 @@ class Network:
         NetworkTensor("tags", "FP32", (-1, 2, 2)),
     )
     outputs = (NetworkTensor("ctr", "FP32", (-1, 1)), NetworkTensor("all", "FP32", (-1, 12)))
-    quick = True
+    inline = True
     runs = 0
     error = None
     fed = None
-    asked = None
+    requested = None
 
     def predict(self, inputs, outputs=None, deadline=None):
         self.runs += 1
-        self.fed, self.asked, self.thread = inputs, outputs, threading.current_thread().name
+        self.fed, self.requested = inputs, outputs
+        self.thread = threading.current_thread().name
         if self.error:
             raise self.error
         for tensor in self.inputs:
@@ -70,17 +72,20 @@ class Network:
             assert array.shape[1:] == tensor.shape[1:], tensor.name
         flat = [inputs[t.name].reshape(len(inputs["price"]), -1) for t in self.inputs]
         joined = np.concatenate(flat, axis=1)
-        made = {"ctr": inputs["price"].reshape(-1, 1) + inputs["item_vector"][:, :1], "all": joined}
-        return {name: made[name] for name in outputs or made}
+        ctr = inputs["price"].reshape(-1, 1) + inputs["item_vector"][:, :1]
+        results = {"ctr": ctr, "all": joined}
+        return {name: results[name] for name in outputs or results}
 
     def runs_inline(self, batch):
-        return self.quick
+        return self.inline
 
     def close(self):
         pass
 
 
 class Recorder:
+    """A DenseMeter that keeps what it is passed."""
+
     def __init__(self):
         self.seconds, self.broken, self.scores = [], {}, {}
 
@@ -96,15 +101,16 @@ class Recorder:
 
 
 class Setup:
+    """A pipeline over a cache with keys 0 to 49, a store with 0 to 99, and `Network`."""
+
     def __init__(self, spec=SPEC, features=FEATURES, network=None, workers=None):
-        info = TierInfo("rocksdb", Source.ROCKSDB, blocking=True)
         self.cache = MemoryTier(TierInfo("cpu", Source.CPU, cache=True))
-        self.store = MemoryTier(info)
+        self.store = GatedTier()
         for tier, keys in ((self.cache, range(50)), (self.store, range(100))):
-            at = np.array(keys, np.int64)
+            inserted = np.array(keys, np.int64)
             for table in (USERS, ITEMS, TAGS):
-                rows = np.repeat(at[:, None], table.dim, axis=1).astype(table.dtype)
-                tier.insert(table, at, rows, np.ones(len(at), np.uint64))
+                rows = np.repeat(inserted[:, None], table.dim, axis=1).astype(table.dtype)
+                tier.insert(table, inserted, rows, np.ones(len(inserted), np.uint64))
         self.workers = workers or BoundedThreadPool(2, 8, name="test", setting="tiers.lookup_queue")
         self.network = network or Network()
         self.recorder = Recorder()
@@ -152,17 +158,17 @@ def test_context_is_fetched_once_and_broadcast(setup):
 
 
 def test_weighted_jagged_context_is_pooled(setup):
-    asked = request(2)
+    sent = request(2)
     bag = JaggedKeys(np.array([1, 2, 3]), 1, np.array([0, 3]), np.array([1, 0.5, 2], np.float32))
-    asked.features["user"] = bag
-    setup.pipeline.predict(asked)
+    sent.features["user"] = bag
+    setup.pipeline.predict(sent)
     np.testing.assert_array_equal(setup.network.fed["user"], np.full((2, 2), 8.0))
 
 
 def test_requested_outputs_come_in_the_models_order(setup):
     assert list(setup.pipeline.predict(request(outputs=("all", "ctr"))).outputs) == ["ctr", "all"]
     assert list(setup.pipeline.predict(request(outputs=("all",))).outputs) == ["all"]
-    assert setup.network.asked == ("all",)
+    assert setup.network.requested == ("all",)
     with pytest.raises(BadRequest, match="no output 'al'; did you mean 'all'"):
         setup.pipeline.submit(request(outputs=("al",)))
 
@@ -175,7 +181,7 @@ def test_top_k_cuts_every_output(setup):
         np.testing.assert_array_equal(result[name], whole[name][[4, 3]])
     only = setup.pipeline.predict(request(5, top_k=2, outputs=("all", "top_k_index"))).outputs
     assert list(only) == ["all", "top_k_index"]
-    assert setup.network.asked == ("all", "ctr")
+    assert setup.network.requested == ("all", "ctr")
     assert len(setup.pipeline.predict(request(2, top_k=9)).outputs["top_k_index"]) == 2
 
 
@@ -214,35 +220,37 @@ def test_empty_batch_gives_empty_outputs(setup):
 
 
 def test_sources_defaults_and_nan_scores_are_reported(setup):
-    asked = request(2, first=99, want_source=True)
-    asked.dense["price"][0] = np.nan
-    result = setup.pipeline.predict(asked)
+    sent = request(2, first=99, want_source=True)
+    sent.dense["price"][0] = np.nan
+    result = setup.pipeline.predict(sent)
     assert result.sources["item"].tolist() == [Source.ROCKSDB, Source.DEFAULT]
-    assert result.defaulted == 3  # one item, and it stands twice in tags
+    assert result.defaulted == 3  # one item, once as itself and twice in tags
     assert np.isnan(result.outputs["ctr"][0, 0])
     assert setup.recorder.broken == {"ctr": 1, "all": 1}
-    # One number per sample, and only those that are numbers.
+    # Only outputs with one number per sample are recorded, without NaN.
     assert setup.recorder.scores == {"ctr": [float(result.outputs["ctr"][1, 0])]}
 
 
-# -- faults --------------------------------------------------------------------------------------
+# -- invalid requests and errors -----------------------------------------------------------------
 
 
-def changed(**parts):
-    def change(asked):
-        for name, value in parts.items():
-            side = asked.features if name in FEATURES or name == "usr" else asked.dense
+def changed(**tensors):
+    """Return a function that sets tensors of a request, or removes those that are None."""
+
+    def change(sent):
+        for name, value in tensors.items():
+            group = sent.features if name in FEATURES or name == "usr" else sent.dense
             if value is None:
-                del side[name]
+                del group[name]
             else:
-                side[name] = value
-        return asked
+                group[name] = value
+        return sent
 
     return change
 
 
 KEYS = JaggedKeys.dense
-FAULTS = {
+INVALID_REQUESTS = {
     "missing feature": (changed(item=None), "'m' misses feature 'item'"),
     "missing input": (changed(price=None, now=None), "'m' misses input 'price', 'now'"),
     "unknown feature": (changed(usr=KEYS([1])), "no feature 'usr'; did you mean 'user'"),
@@ -263,9 +271,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_invalid_request_is_rejected(setup, fault):
-    change, message = FAULTS[fault]
+@pytest.mark.parametrize("case", INVALID_REQUESTS)
+def test_invalid_request_is_rejected(setup, case):
+    change, message = INVALID_REQUESTS[case]
     with pytest.raises(BadRequest, match=message):
         setup.pipeline.submit(change(request(3)))
     assert setup.network.runs == 0
@@ -277,10 +285,10 @@ def test_batch_over_the_models_limit_is_rejected(setup):
 
 
 def test_float64_input_is_converted_to_float32(setup):
-    asked = request(3)
-    asked.dense["price"] = [0.1, 0.2, 0.3]
+    sent = request(3)
+    sent.dense["price"] = [0.1, 0.2, 0.3]
     expected = np.array([0.1, 0.2, 0.3], np.float32)
-    setup.pipeline.predict(asked)
+    setup.pipeline.predict(sent)
     np.testing.assert_array_equal(setup.network.fed["price"], expected)
 
 
@@ -313,7 +321,8 @@ def test_top_k_over_a_vector_output_is_rejected():
 # -- wiring --------------------------------------------------------------------------------------
 
 
-def refuse(message, **changes):
+def assert_rejected(message, **changes):
+    """Check that a pipeline with ``changes`` of its specification raises ModelError."""
     features = changes.pop("features", FEATURES)
     workers = BoundedThreadPool(1, 1, name="test", setting="s")
     with pytest.raises(ModelError, match=message):
@@ -322,29 +331,18 @@ def refuse(message, **changes):
 
 
 def test_mismatching_wiring_is_a_model_error():
-    refuse("names feature 'x'; the features are user, item, tags", embeddings={"x": "user"})
-    refuse("input 'item', the network has", embeddings={})
-    refuse("feeds network input 'user' twice", embeddings={"item": "user"})
-    refuse("ranking_output is 'x'; the outputs are ctr, all", ranking_output="x")
-    refuse(r"ranking_output 'all' has shape \[-1, 12\]", ranking_output="all")
+    assert_rejected(
+        "names feature 'x'; the features are user, item, tags", embeddings={"x": "user"}
+    )
+    assert_rejected("input 'item', the network has", embeddings={})
+    assert_rejected("feeds network input 'user' twice", embeddings={"item": "user"})
+    assert_rejected("ranking_output is 'x'; the outputs are ctr, all", ranking_output="x")
+    assert_rejected(r"ranking_output 'all' has shape \[-1, 12\]", ranking_output="all")
     loose = FEATURES | {"tags": Feature("tags", TAGS, pooling="none")}
-    refuse("'tags' is not pooled .* must give its hotness", features=loose)
+    assert_rejected("'tags' is not pooled .* must give its hotness", features=loose)
 
 
-# -- who waits where -----------------------------------------------------------------------------
-
-
-class Gate(MemoryTier):
-    """A cache that holds nothing and a store that waits for leave, in one."""
-
-    def __init__(self, inner):
-        super().__init__(inner.info)
-        self._inner = inner
-        self.leave = threading.Event()
-
-    def fetch(self, parts, ctx):
-        assert self.leave.wait(60)
-        self._inner.fetch(parts, ctx)
+# -- threads and deadlines -----------------------------------------------------------------------
 
 
 def test_resident_rows_and_fast_network_are_answered_inline(setup):
@@ -354,7 +352,7 @@ def test_resident_rows_and_fast_network_are_answered_inline(setup):
 
 
 def test_slow_network_runs_on_a_worker(setup):
-    setup.network.quick = False
+    setup.network.inline = False
     for first in (1, 60):
         future = setup.pipeline.submit(request(3, first=first))
         assert isinstance(future, Future)
@@ -362,33 +360,31 @@ def test_slow_network_runs_on_a_worker(setup):
         assert setup.network.thread.startswith("hps-test")
 
 
-@pytest.mark.parametrize("quick", [True, False])
-def test_slow_store_does_not_block_the_caller(setup, quick):
-    setup.network.quick = quick
-    gate = Gate(setup.store)
-    setup.engine._stores = gate
+@pytest.mark.parametrize("inline", [True, False])
+def test_slow_store_does_not_block_the_caller(setup, inline):
+    setup.network.inline = inline
+    setup.store.gate.clear()
     future = setup.pipeline.submit(request(3, first=60))
     assert not future.done()
-    gate.leave.set()
+    setup.store.gate.set()
     assert future.result(60).outputs["ctr"][0, 0] == 60
     assert setup.network.thread.startswith("hps-test")
 
 
 def test_network_error_after_a_store_lookup_reaches_the_future(setup):
     setup.network.error = ZeroDivisionError("bug")
-    for quick in (True, False):
-        setup.network.quick = quick
+    for inline in (True, False):
+        setup.network.inline = inline
         with pytest.raises(ZeroDivisionError):
             setup.pipeline.submit(request(3, first=60)).result(60)
 
 
 def test_deadline_that_passes_in_the_store_skips_the_network(setup):
-    gate = Gate(setup.store)
-    setup.engine._stores = gate
+    setup.store.gate.clear()
     deadline = time.monotonic() + 0.5
     future = setup.pipeline.submit(request(3, first=60, deadline=deadline))
     until(lambda: time.monotonic() > deadline)
-    gate.leave.set()
+    setup.store.gate.set()
     with pytest.raises(DeadlineExceeded, match="before the dense model could run"):
         future.result(60)
     assert setup.network.runs == 0
@@ -397,15 +393,14 @@ def test_deadline_that_passes_in_the_store_skips_the_network(setup):
 def test_full_queue_after_a_store_lookup_fails_the_future():
     workers = BoundedThreadPool(1, 1, name="test", setting="tiers.lookup_queue")
     made = Setup(workers=workers)
-    made.network.quick = False
-    gate = Gate(made.store)
-    made.engine._stores = gate
+    made.network.inline = False
+    made.store.gate.clear()
     first = made.pipeline.submit(request(1, first=60))
     while workers.waiting:
         time.sleep(0.001)
     second = made.pipeline.submit(request(1, first=61))
-    gate.leave.set()
-    # The first one's rows came while the second held the only place in the queue.
+    made.store.gate.set()
+    # The first one's rows arrived while the second held the only slot in the queue.
     with pytest.raises(Unavailable, match="overloaded"):
         first.result(60)
     assert second.result(60).outputs
@@ -413,11 +408,10 @@ def test_full_queue_after_a_store_lookup_fails_the_future():
 
 
 def test_cancelled_request_does_not_run_the_network(setup):
-    gate = Gate(setup.store)
-    setup.engine._stores = gate
+    setup.store.gate.clear()
     future = setup.pipeline.submit(request(3, first=60))
     future.cancel()
-    gate.leave.set()
+    setup.store.gate.set()
     with pytest.raises(CancelledError):
         future.result(60)
     setup.workers.close()
@@ -425,7 +419,7 @@ def test_cancelled_request_does_not_run_the_network(setup):
 
 
 def test_lookup_and_prediction_use_the_same_rows(setup):
-    asked = request(3)
-    rows = setup.engine.lookup(LookupRequest(asked.features)).vectors
-    setup.pipeline.predict(asked)
+    sent = request(3)
+    rows = setup.engine.lookup(LookupRequest(sent.features)).vectors
+    setup.pipeline.predict(sent)
     np.testing.assert_array_equal(setup.network.fed["item_vector"], rows["item"])

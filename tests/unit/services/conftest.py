@@ -26,7 +26,7 @@ from hps.node.tier_status import TierStatus
 from hps.observability.metrics import Metrics
 from hps.predict.pipeline import InferencePipeline
 from hps.threads import BoundedThreadPool
-from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.wrappers import MeteredTier
 from hps.types import EmbeddingTable, Source, make_version
@@ -35,6 +35,7 @@ from services.frontend.auth import Authorizer, guard
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.http.infer import InferApp
 from services.frontend.state import FrontendState
+from tests.support.gated_tier import GatedTier
 from tests.support.memory_tier import MemoryTier
 
 ROW_VERSION = make_version(1_700_000_000_000)
@@ -93,19 +94,6 @@ class Adder:
 
     def close(self) -> None:
         pass
-
-
-class GatedTier(MemoryTier):
-    """A store that answers once ``gate`` is set."""
-
-    def __init__(self) -> None:
-        super().__init__(TierInfo("rocksdb", Source.ROCKSDB, blocking=True))
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        assert self.gate.wait(60)
-        super().fetch(parts, ctx)
 
 
 def row(key: int, dim: int) -> list[float]:
