@@ -52,14 +52,18 @@ class LuaScript(NamedTuple):
 
 
 def _script(*names: str) -> LuaScript:
+    """Join files of ``redis_scripts`` to one script, so that later ones use the functions of earlier ones."""
     folder = files("hps.tiers").joinpath("redis_scripts")
     text = b"".join(folder.joinpath(f"{name}.lua").read_bytes() for name in names)
     return LuaScript(text, sha1(text, usedforsecurity=False).hexdigest().encode())
 
 
-WRITE, SWEEP = _script("versions", "write"), _script("versions", "sweep")
-TOUCH, SAMPLE, DESCRIBE = map(_script, ("touch", "sample", "describe"))
-SCRIPTS = [each.text for each in (WRITE, TOUCH, SAMPLE, SWEEP, DESCRIBE)]
+WRITE_SCRIPT, SWEEP_SCRIPT = _script("versions", "write"), _script("versions", "sweep")
+TOUCH_SCRIPT, SAMPLE_SCRIPT, DESCRIBE_SCRIPT = map(_script, ("touch", "sample", "describe"))
+SCRIPTS = [
+    each.text
+    for each in (WRITE_SCRIPT, TOUCH_SCRIPT, SAMPLE_SCRIPT, SWEEP_SCRIPT, DESCRIBE_SCRIPT)
+]
 
 
 class WriteScriptArguments(NamedTuple):
@@ -200,11 +204,11 @@ class TableLayout:
         flags = head.flags + (b"f" if head.floors else b"")
         arguments = [flags, head.oldest_tombstone, head.stamp, *bounds, b"%d" % len(head.positions)]
         arguments += [part for position in head.positions for part in position]
-        return packed_script(WRITE, names, arguments, 2 * len(keys)) + pairs.tobytes()
+        return packed_script(WRITE_SCRIPT, names, arguments, 2 * len(keys)) + pairs.tobytes()
 
     def touch(self, partition: int, stamp: bytes, keys: KeyArray) -> bytes:
         names = [self.rows_keys[partition], self.stamps_keys[partition]]
-        return packed_script(TOUCH, names, [stamp], len(keys)) + self._fields(keys).tobytes()
+        return packed_script(TOUCH_SCRIPT, names, [stamp], len(keys)) + self._fields(keys).tobytes()
 
     def remove(self, name: bytes, keys: KeyArray) -> bytes:
         """Return an HDEL of these keys from the hash ``name``."""

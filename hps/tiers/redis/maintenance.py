@@ -27,7 +27,13 @@ from hps.errors import TierError
 from hps.periodic import PeriodicThread
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.connection import NAME, RedisCommand, read_replies
-from hps.tiers.redis.layout import SAMPLE, SWEEP, Policy, packed_script, stamp_value
+from hps.tiers.redis.layout import (
+    SAMPLE_SCRIPT,
+    SWEEP_SCRIPT,
+    Policy,
+    packed_script,
+    stamp_value,
+)
 from hps.tiers.redis.tables import RedisTable, RedisTables
 from hps.types import EmbeddingTable, make_version, oldest_tombstone
 
@@ -41,8 +47,8 @@ _KINDS: dict[Policy, bytes] = {"random": b"", "least_used": b"n", "oldest": b"t"
 
 
 @dataclass(slots=True)
-class _Sweep:
-    """State of a partition's sweep.
+class _PartitionSweep:
+    """Progress of the sweep over one partition.
 
     ``highest``: entries with stamps up to this one are evicted; None if not known yet. ``due``: steps due
     in the background pass, including fractions."""
@@ -73,7 +79,7 @@ class RedisMaintenance:
         self._target = round((self._margin or 0) * settings.overflow_resolution_target)
         self._ttl_s = settings.ttl_s
         self._table_ttl_s = settings.table_ttl_s
-        self._sweeps: dict[tuple[RedisTable, int], _Sweep] = {}
+        self._sweeps: dict[tuple[RedisTable, int], _PartitionSweep] = {}
         self._thread = PeriodicThread(
             self._background, _AFTER_LOSS_S, f"hps-{NAME}-maintenance", idle_rounds=1
         )
@@ -98,7 +104,7 @@ class RedisMaintenance:
         """Evict a partition's overflow after ``rows`` were written to it; only a part of a large overflow."""
         if self._margin is None:
             return
-        sweep = self._sweep(table, partition)
+        sweep = self._sweep_of(table, partition)
         sweep.resolving |= table.entries[partition] > self._margin
         scanned = 0
         while sweep.resolving and scanned < 10 * rows + 8 * _STEP:
@@ -118,7 +124,7 @@ class RedisMaintenance:
         layout = table.layout
         keys = [layout.rows_keys[partition], layout.stamps_keys[partition]]
         command = RedisCommand(
-            table.slots[partition], packed_script(SAMPLE, keys, [b"%d" % min(_SAMPLE, 7000)])
+            table.slots[partition], packed_script(SAMPLE_SCRIPT, keys, [b"%d" % min(_SAMPLE, 7000)])
         )
         self._client.run([command], read_replies, deadline)
         stamps = np.sort([stamp_value(self._policy, each) for each in command.reply])
@@ -127,7 +133,7 @@ class RedisMaintenance:
         return int(stamps[last]) if len(stamps) else 0
 
     def _step(
-        self, table: RedisTable, partition: int, sweep: _Sweep, need: int, deadline: float
+        self, table: RedisTable, partition: int, sweep: _PartitionSweep, need: int, deadline: float
     ) -> int:
         """Scan the next entries; return the number of removed ones."""
         layout = table.layout
@@ -143,14 +149,14 @@ class RedisMaintenance:
         ]
         keys = [layout.rows_keys[partition], layout.stamps_keys[partition]]
         keys += [layout.floors_keys[partition]] if table.floors else []
-        command = RedisCommand(table.slots[partition], packed_script(SWEEP, keys, arguments))
+        command = RedisCommand(table.slots[partition], packed_script(SWEEP_SCRIPT, keys, arguments))
         self._client.run([command], read_replies, deadline)
         sweep.cursor, removed, left = command.reply
         table.entries[partition] = int(left)
         return int(removed)
 
-    def _sweep(self, table: RedisTable, partition: int) -> _Sweep:
-        return self._sweeps.setdefault((table, partition), _Sweep())
+    def _sweep_of(self, table: RedisTable, partition: int) -> _PartitionSweep:
+        return self._sweeps.setdefault((table, partition), _PartitionSweep())
 
     # -- expired entries ---------------------------------------------------------------------------
 
@@ -203,7 +209,7 @@ class RedisMaintenance:
             if self._client.is_down(table.slots[partition]):
                 continue
             whole = interval_s == math.inf
-            sweep = _Sweep() if whole else self._sweep(table, partition)
+            sweep = _PartitionSweep() if whole else self._sweep_of(table, partition)
             # A small partition is due one step per pass, not per call: there may be thousands of them.
             share = min(1.0, interval_s / self._pass_s(layout.table))
             sweep.due += max(1.0, entries / _STEP) * share if entries else 0.0
@@ -216,6 +222,11 @@ class RedisMaintenance:
         return removed
 
     def _pass_s(self, table: EmbeddingTable) -> float:
+        """Return the duration of a background pass: a quarter of the rows' time to live, an hour at most.
+
+        The time to live of tombstones does not count. An expired tombstone has no effect and takes less
+        memory than a row, but a pass reads every row: with a short `tombstone_ttl_s` the passes would
+        keep the server busy. So a tombstone may take memory for an hour after it expired."""
         return max(_EVERY_S, min(_LONGEST_PASS_S, (self._ttl(table) or math.inf) / 4))
 
     def _ttl(self, table: EmbeddingTable) -> float | None:

@@ -23,7 +23,7 @@ from hps.tiers.base import TableName
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.connection import NAME, RedisCommand, read_replies
 from hps.tiers.redis.layout import (
-    DESCRIBE,
+    DESCRIBE_SCRIPT,
     TableLayout,
     packed_script,
     parse_key,
@@ -152,7 +152,7 @@ class RedisTables:
         opened = self.usable(table, deadline)
         if not opened.recorded:
             metadata = [text.encode() for pair in opened.layout.metadata.items() for text in pair]
-            request = packed_script(DESCRIBE, [opened.layout.metadata_key], metadata)
+            request = packed_script(DESCRIBE_SCRIPT, [opened.layout.metadata_key], metadata)
             command = RedisCommand(opened.metadata_slot, request)
             self._client.run([command], read_replies, deadline)
             opened.recorded = True

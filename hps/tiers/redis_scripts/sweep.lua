@@ -1,6 +1,8 @@
 -- Removes expired entries of one partition, and up to a number of the least used ones. Scans a bounded
 -- number of entries.
 --
+-- It is appended to versions.lua, which defines is_older, floor_buckets, floor_at and bucket_of.
+--
 -- KEYS: the hashes of rows, of stamps; the floors, when they are kept.
 -- ARGV: 1 the cursor, 2 the number of entries to scan
 --       3 'v' when values begin with a version

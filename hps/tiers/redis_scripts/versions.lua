@@ -1,4 +1,5 @@
--- Prelude of the scripts that compare versions.
+-- Functions of the scripts that compare versions: the client puts this file in front of write.lua and of
+-- sweep.lua (hps/tiers/redis/layout.py).
 --
 -- The versions of evicted entries are kept approximately: the floors of a partition are a string that holds
 -- for each bucket of its keys the highest version evicted, then the highest of all, each a u64 little-endian,

@@ -1,5 +1,7 @@
 -- Writes rows into one partition of a table atomically, under the version rule.
 --
+-- It is appended to versions.lua, which defines is_older, floor_buckets, floor_at and bucket_of.
+--
 -- KEYS: the hash of rows; of stamps, if there is one; the floors, if they are kept; the hash of stream
 -- positions, if there are any, and with versions: it also holds the highest version ever written. A row that
 -- is not older than that is written without reading the row that it replaces: that read costs more than the rest.
