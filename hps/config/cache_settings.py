@@ -70,7 +70,7 @@ class CpuCacheSettings(StrictModel):
 
 
 class GpuCacheSettings(StrictModel):
-    """The cache in the memory of GPUs, above the one in host memory."""
+    """The cache in the memory of GPUs, alongside the one in host memory."""
 
     use: Literal["auto", "required", "off"] = "auto"
     """`auto`: if a GPU and CuPy are available, else the log has the reason; `required`: else an error."""

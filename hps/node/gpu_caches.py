@@ -1,8 +1,8 @@
 """GPU caches of a node: one per device, their bridges to host memory, and lookups that stay there.
 
-For lookups with vectors on the host, the GPU caches are one tier below the CPU cache: its rows are
-nearer. On a device the order is the reverse: the GPU cache, then over the bridge the CPU cache and the
-stores."""
+A lookup asks the cache first that is in the memory where its vectors are needed. With vectors on the
+host it asks the CPU cache, then the GPU caches as one tier, then the stores; with vectors on a device the
+GPU cache, then, over the bridge, the CPU cache and the stores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hps.dense.onnx import OnnxModel
 from hps.errors import ConfigError
 from hps.lookup.engine import Promote
 from hps.lookup.gpu.device_lookup import DeviceLookup
-from hps.lookup.gpu.miss_fill import LowerTiers
+from hps.lookup.gpu.miss_fill import HostCaches
 from hps.node.model_opening import OpenedModel
 from hps.node.tier_status import TierStatus
 from hps.observability.meters import LookupMeter, TierMeter
@@ -70,7 +70,7 @@ class NodeGpus:
         self._metrics = metrics
         self._resources = resources
         self._bridged: list[tuple[Tier, Tier]] = []
-        self._below: list[LowerTiers] = []
+        self._host: list[HostCaches] = []
         self.replicas: GpuReplicas | None = None
         self.static: list[EmbeddingTable] = []
 
@@ -136,12 +136,12 @@ class NodeGpus:
         for cache, device in zip(self.replicas.caches, self._chosen.devices, strict=True):
             chain: list[Tier] = [MeteredTier(cache, TierMeter(self._metrics, cache.info.name))]
             if caches:
-                below = TierChain(caches)
-                inner = PromotingTier(below, promote_to_gpu, "")
+                on_host = TierChain(caches)
+                inner = PromotingTier(on_host, promote_to_gpu, "")
                 chain.append(bridge_to_device(inner, device, self._chosen.workspaces))
-                self._below.append(LowerTiers(fused_lookup_of(below), chain[1], promote_to_gpu))
+                self._host.append(HostCaches(fused_lookup_of(on_host), chain[1], promote_to_gpu))
             else:
-                self._below.append(LowerTiers())
+                self._host.append(HostCaches())
             threads = self._settings.tiers.lookup_threads
             store_bridge = bridge_to_device(PromotingTier(stores, promote, ""), device, threads)
             self._bridged.append((TierChain(chain), store_bridge))
@@ -153,9 +153,9 @@ class NodeGpus:
         if self.replicas is None:
             return []
         return [
-            DeviceLookup(cache, below, model.lookup, caches, stores, workers, promote, meter)
-            for cache, below, (caches, stores) in zip(
-                self.replicas.caches, self._below, self._bridged, strict=True
+            DeviceLookup(cache, host, model.lookup, caches, stores, workers, promote, meter)
+            for cache, host, (caches, stores) in zip(
+                self.replicas.caches, self._host, self._bridged, strict=True
             )
         ]
 
@@ -191,8 +191,8 @@ class NodeGpus:
             zip(lookups, self.replicas.caches, devices, strict=True)
         ):
             lanes = DeviceLanes(network, cache.space, device, sent, self._settings.dense.lanes)
-            below = self._below[i]
-            paths.append(DevicePath(lookup, cache, below, lanes, feeds, observe, meter))
+            host = self._host[i]
+            paths.append(DevicePath(lookup, cache, host, lanes, feeds, observe, meter))
         return paths
 
     # -- opening -----------------------------------------------------------------------------------

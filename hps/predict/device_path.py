@@ -16,7 +16,7 @@ from hps.dense.lanes import DeviceLanes, LaneBinding, NetworkLane
 from hps.lookup.base import Feature
 from hps.lookup.checks import check_keys, check_sizes
 from hps.lookup.gpu.device_lookup import DeviceLookup, DeviceLookupResult
-from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, LowerTiers, prepared_pooling
+from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, HostCaches, prepared_pooling
 from hps.lookup.gpu.prepared_lookups import request_signature
 from hps.observability.meters import LookupMeter, TierMeter
 from hps.tracing import call_timed, current_context
@@ -49,7 +49,7 @@ class DevicePath:
         self,
         lookup: DeviceLookup,
         cache: Any,
-        below: LowerTiers,
+        host: HostCaches,
         lanes: DeviceLanes,
         feeds: Sequence[tuple[Feature, str]],
         observe: TierMeter,
@@ -59,7 +59,7 @@ class DevicePath:
         self.lookup = lookup
         self._cache = cache
         self._space = cache.space
-        self._below = below
+        self._host = host
         self._lanes = lanes
         self._feeds = tuple(feeds)
         self._observe = observe
@@ -144,10 +144,10 @@ class DevicePath:
         request: PredictRequest,
         inputs: Arrays,
     ) -> tuple[Arrays, LookupResult] | None:
-        """Fetch the rows, missing ones from ``below``, and pool them; None if some are missing there too."""
+        """Fetch the rows, missing ones from ``host``, and pool them; None if some are missing there too."""
         fetched = template.fetched
         if fetched is None:
-            arguments = self._cache, self._below, template.bags, self._observe, self._meter
+            arguments = self._cache, self._host, template.bags, self._observe, self._meter
             fetched = template.fetched = FilledFetch(*arguments)
         part = current_context()
         _fill(template.bags, request.features, fetched.keys)

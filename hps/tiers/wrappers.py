@@ -27,7 +27,9 @@ _WAIT_FOR_THREAD = 0.1
 DEADLINE_KEYS = 10_000
 
 Promote = Callable[[EmbeddingTable, KeyArray], None]
-"""``promote(table, keys)`` receives the keys of rows to copy upwards; it must not block."""
+"""``promote(table, keys)`` receives the keys of rows to copy into another tier; it must not block.
+
+It reads the rows again when it copies them, so that no row that was deleted meanwhile is copied."""
 
 
 class FetchObserver(Protocol):
@@ -103,18 +105,18 @@ class MeteredTier(TierWrapper):
 class PromotingTier(TierWrapper):
     """Passes the keys of rows that ``inner`` returned to ``promote``, but no defaults or deletions.
 
-    Promotes nothing if the tier ``above`` was skipped: it may hold the rows already, and could not accept
+    Promotes nothing if the tier ``target`` was skipped: it may hold the rows already, and could not accept
     them now. As thread-safe as ``inner`` and ``promote``."""
 
-    def __init__(self, inner: Tier, promote: Promote, above: str) -> None:
+    def __init__(self, inner: Tier, promote: Promote, target: str) -> None:
         super().__init__(inner)
         self._promote = promote
-        self._above = above
+        self._target = target
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         requested = [part.missing for part in parts]
         self.inner.fetch(parts, ctx)
-        if self._above in ctx.degraded:
+        if self._target in ctx.degraded:
             return
         for part, positions in zip(parts, requested, strict=True):
             hits = positions[part.source[positions] != 0]

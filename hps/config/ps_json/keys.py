@@ -157,7 +157,7 @@ KEYS: tuple[PsKey, ...] = (
     PsKey(M, "network_file", "path", "", "HugeCTR's network (HPS ignores it too).", DENSE),
     PsKey(M, "non_trainable_params_file", "path", "", "HugeCTR's dense weights.", DENSE),
     PsKey(M, "max_batch_size", "int", 64, "Largest number of samples per request."),
-    PsKey(M, "gpucache", "bool", True, "true: a GPU cache if there is a GPU (`tiers.gpu`), and below it the CPU cache, both sized by `gpucacheper`. false: no GPU cache (`gpu_rows` 0); with a hash map the CPU cache may hold whole tables, otherwise there is none; lookups always wait for the store."),
+    PsKey(M, "gpucache", "bool", True, "true: a GPU cache if there is a GPU (`tiers.gpu`), alongside the CPU cache, both sized by `gpucacheper`. false: no GPU cache (`gpu_rows` 0); with a hash map the CPU cache may hold whole tables, otherwise there is none; lookups always wait for the store."),
     PsKey(M, "gpucacheper", "float", 0.2, "The GPU cache and the CPU cache hold this share of each table's rows (`tiers.gpu.share`, `tiers.cpu_cache.share`)."),
     PsKey(M, "hit_rate_threshold", "float", 0.9, "Above 1: miss policy `wait`. Otherwise `default_then_promote` with this `min_hit_rate`."),
     PsKey(M, "num_of_worker_buffer_in_pool", "int", 1, "Lookups at a time on each GPU (`tiers.gpu.workspaces`), if more than the default, four; of several models the largest counts.", most=64),

@@ -22,7 +22,7 @@ from hps.errors import BadRequest, DeadlineExceeded
 from hps.lookup.base import Feature, is_past
 from hps.lookup.checks import check_keys, check_sizes
 from hps.lookup.engine import LookupEngine
-from hps.lookup.gpu.miss_fill import LowerTiers
+from hps.lookup.gpu.miss_fill import HostCaches
 from hps.lookup.gpu.prepared_lookups import PreparedDeviceLookups, request_signature
 from hps.lookup.lookup_job import LookupJob, TableKeys
 from hps.observability.meters import Answers
@@ -76,17 +76,17 @@ class DeviceLookup(LookupEngine):
     """Serves one model from ``device``'s cache and the tiers bridged to it. Thread-safe.
 
     ``device`` is a `GpuCache` or has its interface; ``caches`` and ``stores`` take its arrays and promote
-    what they find; ``below`` are the tiers that answer without blocking. `submit` answers with a
+    what they find; ``host`` are those that answer without blocking. `submit` answers with a
     `DeviceLookupResult`.
     """
 
-    def __init__(self, device: Any, below: LowerTiers, *args: Any) -> None:
+    def __init__(self, device: Any, host: HostCaches, *args: Any) -> None:
         super().__init__(*args)
         self._device = device
         self._checked: dict[Any, list[Feature]] = {}
         top = self._caches.tiers[0] if isinstance(self._caches, TierChain) else self._caches
         observe = top.observe if isinstance(top, MeteredTier) else None
-        self._prepared_lookups = PreparedDeviceLookups(device, below, observe, self._meter)
+        self._prepared_lookups = PreparedDeviceLookups(device, host, observe, self._meter)
 
     def submit(self, request: LookupRequest) -> Future[LookupResult]:
         if request.out:

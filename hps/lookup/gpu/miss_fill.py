@@ -1,7 +1,7 @@
 """Miss fill: pool prepared requests on the device although its cache misses some rows.
 
-Launch the fetch of the rows in the cache; wait; copy the missing rows up from host memory, all tables
-in one launch; pool."""
+Launch the fetch of the rows in the cache; wait; copy the missing rows from host memory, all tables in
+one launch; pool."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _CODES = max(Source) + 1
 _GPU, _DEFAULT = int(Source.GPU), int(Source.DEFAULT)
 
 
-class LowerTiers:
-    """The tiers that fill a device's misses without blocking. Thread-safe.
+class HostCaches:
+    """The caches in host memory, which fill a device's misses without blocking. Thread-safe.
 
     ``memory`` finds all rows or none, in one call; ``bridge`` goes key by key. ``promote`` is called with the
-    keys whose rows ``memory`` had."""
+    keys whose rows ``memory`` had; ``bridge`` promotes by itself."""
 
     def __init__(
         self,
@@ -48,7 +48,9 @@ class LowerTiers:
         return self._backoff.is_due()
 
     def gather(self, asks: list[Ask]) -> bool:
-        """Write the rows into ``asks``; True if ``memory`` had every row."""
+        """Write the rows into ``asks``, and promote them; True if ``memory`` had every row.
+
+        A deleted key has no row: then nothing is promoted, and the bridge reports the deletion."""
         assert self.memory is not None
         found = self.memory.gather(asks)
         self._backoff.record(worked=found)
@@ -81,7 +83,7 @@ def prepared_pooling(cache: Any, asks: Sequence[DeviceBags]) -> Any:
 
 
 class FilledFetch:
-    """A prepared fetch and pooling that fills misses from the lower tiers. One thread at a time.
+    """A prepared fetch and pooling that fills misses from host memory. One thread at a time.
 
     ``cache`` is a `GpuCache`, ``observe`` its meter. The caller fills ``keys``, each ``(n,) int64`` in
     pinned memory, calls `run`, and calls `finish` once the stream is done.
@@ -90,13 +92,13 @@ class FilledFetch:
     def __init__(
         self,
         cache: Any,
-        below: LowerTiers,
+        host: HostCaches,
         asks: Sequence[DeviceBags],
         observe: FetchObserver | None,
         meter: LookupMeter,
     ) -> None:
         self._space = cache.space
-        self._below = below
+        self._host = host
         self._features = [ask.feature for ask in asks]
         self._observe = observe
         self._meter = meter
@@ -118,8 +120,8 @@ class FilledFetch:
             ]
         )
         self._refill: Any = None
-        if below.memory is not None:
-            self._refill = cache.prepare_refill(fetch, tables, below.memory.info.source)
+        if host.memory is not None:
+            self._refill = cache.prepare_refill(fetch, tables, host.memory.info.source)
         self._sizes = np.array(sizes)
         self._codes = self._space.pinned(sum(sizes))
         # Added to the source codes, so that one histogram counts each feature's codes separately.
@@ -161,8 +163,8 @@ class FilledFetch:
         return defaulted
 
     def _gather(self, misses: Sequence[NDArray[np.int64]], stream: Any) -> bool:
-        """Copy the missing rows up in one launch, if host memory has all of them."""
-        if self._refill is None or not self._below.is_due():
+        """Copy the missing rows to the device in one launch, if host memory has all of them."""
+        if self._refill is None or not self._host.is_due():
             return False
         targets = self._refill.room(misses)
         asks = [
@@ -172,7 +174,7 @@ class FilledFetch:
             )
             if len(left)
         ]
-        if not self._below.gather(asks):
+        if not self._host.gather(asks):
             return False
         self._refill.launch(stream)
         return True
@@ -181,7 +183,7 @@ class FilledFetch:
         self, misses: Sequence[NDArray[np.int64]], stream: Any, deadline: float | None
     ) -> bool:
         """Fetch the missing rows through the bridge; False if some are still missing."""
-        if self._below.bridge is None:
+        if self._host.bridge is None:
             return False
         fetch = self._fetch
         parts = [
@@ -189,5 +191,5 @@ class FilledFetch:
             for i, (f, left) in enumerate(zip(self._features, misses, strict=True))
             if len(left)
         ]
-        self._below.bridge.fetch(parts, FetchContext(deadline, stream))
+        self._host.bridge.fetch(parts, FetchContext(deadline, stream))
         return not any(len(part.missing) for part in parts)

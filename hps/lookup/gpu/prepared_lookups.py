@@ -14,7 +14,7 @@ import numpy as np
 from hps.backoff import CallBackoff
 from hps.bounded_memo import memoize
 from hps.lookup.base import Feature
-from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, LowerTiers, prepared_pooling
+from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, HostCaches, prepared_pooling
 from hps.observability.meters import LookupMeter
 from hps.tiers.wrappers import FetchObserver
 from hps.types import JaggedKeys, LookupResult, Source
@@ -55,15 +55,15 @@ class PreparedDeviceLookups:
     """Prepared lookups of a `GpuCache` (``device``); ``observe`` is its meter. Thread-safe."""
 
     def __init__(
-        self, device: Any, below: LowerTiers, observe: FetchObserver | None, meter: LookupMeter
+        self, device: Any, host: HostCaches, observe: FetchObserver | None, meter: LookupMeter
     ) -> None:
         self._device = device
-        self._below = below
+        self._host = host
         self._observe = observe
         self._meter = meter
         self._prepared: dict[Any, queue.SimpleQueue[_PreparedDeviceLookup]] = {}
         self._backoff = CallBackoff()
-        self._backoff_below = CallBackoff()
+        self._fetch_backoff = CallBackoff()
 
     def lookup(
         self,
@@ -75,7 +75,7 @@ class PreparedDeviceLookups:
         """Return the vectors of ``features`` as new arrays, complete; None if a row is not in memory.
 
         ``key`` distinguishes requests that differ in more than their keys."""
-        pooling, fetching = self._backoff.is_due(), self._backoff_below.is_due()
+        pooling, fetching = self._backoff.is_due(), self._fetch_backoff.is_due()
         if not (pooling or fetching):
             return None
         space = self._device.space
@@ -95,7 +95,7 @@ class PreparedDeviceLookups:
                     self._backoff.record(worked=result is not None)
                 if result is None and fetching:
                     result = self._fetch(prepared, features, keys, stream, deadline)
-                    self._backoff_below.record(worked=result is not None)
+                    self._fetch_backoff.record(worked=result is not None)
             finally:
                 stream.synchronize()  # its next user may have another stream
                 idle.put(prepared)
@@ -136,7 +136,7 @@ class PreparedDeviceLookups:
         """Pool after filling misses from host memory."""
         fetched = prepared.fetched
         if fetched is None:
-            arguments = self._device, self._below, prepared.bags, self._observe, self._meter
+            arguments = self._device, self._host, prepared.bags, self._observe, self._meter
             fetched = prepared.fetched = FilledFetch(*arguments)
         for feature, mine, buffer in zip(features, keys, fetched.keys, strict=True):
             buffer[:] = feature.shift(mine.keys)

@@ -61,8 +61,7 @@ def _script(*names: str) -> LuaScript:
 WRITE_SCRIPT, SWEEP_SCRIPT = _script("versions", "write"), _script("versions", "sweep")
 TOUCH_SCRIPT, SAMPLE_SCRIPT, DESCRIBE_SCRIPT = map(_script, ("touch", "sample", "describe"))
 SCRIPTS = [
-    each.text
-    for each in (WRITE_SCRIPT, TOUCH_SCRIPT, SAMPLE_SCRIPT, SWEEP_SCRIPT, DESCRIBE_SCRIPT)
+    each.text for each in (WRITE_SCRIPT, TOUCH_SCRIPT, SAMPLE_SCRIPT, SWEEP_SCRIPT, DESCRIBE_SCRIPT)
 ]
 
 

@@ -437,6 +437,19 @@ def test_rows_of_the_cpu_cache_are_promoted_to_the_gpu(pair):
     until(is_pooled)
 
 
+def test_deleted_row_is_neither_served_nor_promoted(pair):
+    node, _, (cache,) = pair
+    users, keys = table_of(node, "users"), np.arange(700, 710)
+    node.writer.delete(users, keys[:1], np.full(1, version_now(), np.uint64)).result()
+    expected = rows(keys, 4)
+    expected[0] = -1
+    for _ in range(2):
+        vectors = node.lookup_on_device("m", {"user": keys}).vectors["user"]
+        np.testing.assert_array_equal(vectors, expected)
+        until(lambda: set(keys[1:].tolist()) <= set(cache.keys_of(users)))
+        assert keys[0] not in cache.keys_of(users)
+
+
 @pytest.mark.parametrize("kind", ["wait", "default_then_promote"])
 def test_both_miss_policies(open_node, kind):
     miss = {"kind": kind}
@@ -548,7 +561,7 @@ def test_network_runs_inside_its_device_context(open_node, monkeypatch):
     assert inside == [1, 1]
 
 
-def test_host_lookups_use_the_gpu_cache_below_the_cpu_cache(open_node):
+def test_host_lookups_ask_the_gpu_cache_after_the_cpu_cache(open_node):
     node, (cache,) = open_node(gpu={"share": 1.0}, cpu={"share": 0.5})
     keys = np.array([1, 900, 900, 2000])
     result = node.lookup("m", {"user": keys}, want_source=True)

@@ -1,4 +1,4 @@
-"""PromotingTier: rows are promoted; defaults, deletions and rows of upper tiers are not."""
+"""PromotingTier: rows are promoted; defaults, deletions and rows that the part already has are not."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_returned_rows_are_promoted(tier, promoted):
     assert promoted == [(TABLE, [9, 1])]
 
 
-def test_rows_of_upper_tiers_are_not_promoted(tier, promoted):
+def test_rows_found_in_earlier_tiers_are_not_promoted(tier, promoted):
     part = Part.make(TABLE, np.array([9, 5, 1]))
     part.source[:] = [3, 0, 3]
     part.missing = np.array([1])

@@ -1,4 +1,4 @@
-"""GPU promotion: rows go from one cache into the one above it, on the writer's thread."""
+"""GPU promotion: the writer's thread copies rows from the CPU cache into the GPU caches."""
 
 import threading
 
@@ -8,7 +8,7 @@ import pytest
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.types import EmbeddingTable, Source
-from hps.updates import gpu_promotion as lifting_module
+from hps.updates import gpu_promotion as gpu_promotion_module
 from hps.updates.cache_writer import CacheWriter
 from hps.updates.gpu_promotion import GpuPromotion
 from tests.support.memory_tier import MemoryTier
@@ -30,16 +30,16 @@ class Watched(MemoryTier):
 
 @pytest.fixture
 def world():
-    below, above, counted = MemoryTier(), Watched(), {}
+    cpu, gpu, counted = MemoryTier(), Watched(), {}
     keys = np.arange(100)
-    below.insert(
+    cpu.insert(
         TABLE, keys, np.repeat(np.float32(keys)[:, None], 2, axis=1), np.full(100, 7, np.uint64)
     )
-    below.delete(TABLE, keys[:5], np.full(5, 8, np.uint64))
-    writer = CacheWriter(TierChain([below, above]), [], 1000)
+    cpu.delete(TABLE, keys[:5], np.full(5, 8, np.uint64))
+    writer = CacheWriter(TierChain([cpu, gpu]), [], 1000)
     count = lambda result, n: counted.update({result: counted.get(result, 0) + n})  # noqa: E731
-    promotion = GpuPromotion(writer, below, above, 50, count)
-    yield below, above, writer, promotion, counted
+    promotion = GpuPromotion(writer, cpu, gpu, 50, count)
+    yield cpu, gpu, writer, promotion, counted
     promotion.close()
     writer.close()
 
@@ -49,24 +49,36 @@ def running():
 
 
 def test_rows_are_copied_once_on_the_writer_thread(world):
-    _, above, _, promotion, counted = world
+    _, gpu, _, promotion, counted = world
     promotion.promote(TABLE, np.array([50, 3, 51]))
     promotion.promote(TABLE, np.array([51, 200]))
-    until(lambda: above.size(TABLE) == 2)
+    until(lambda: gpu.size(TABLE) == 2)
     # Neither the deleted one nor the unknown one.
-    assert sorted(key for keys in above.writes for key in keys) == [50, 51]
-    assert above.threads == {"hps-cache-writer"}
+    assert sorted(key for keys in gpu.writes for key in keys) == [50, 51]
+    assert gpu.threads == {"hps-cache-writer"}
     assert counted == {"inserted": 2}
 
 
 def test_promotion_does_not_overwrite_a_newer_row(world):
-    _, above, writer, promotion, _ = world
+    _, gpu, writer, promotion, _ = world
     keys, newer = np.array([60]), np.full(1, 9, np.uint64)
     promotion.promote(TABLE, keys)
     writer.insert(TABLE, keys, np.zeros((1, 2), np.float32), newer).result()
-    until(lambda: above.writes)
+    until(lambda: gpu.writes)
     promotion.flush()
-    assert above._resident(TABLE, 60).version == 9
+    assert gpu._resident(TABLE, 60).version == 9
+
+
+def test_row_deleted_before_its_copy_is_not_promoted(world):
+    _, gpu, writer, promotion, counted = world
+    free = threading.Event()
+    writer.run(free.wait)
+    writer.delete(TABLE, np.array([70]), np.full(1, 9, np.uint64))
+    promotion.promote(TABLE, np.array([70, 71]))
+    free.set()
+    until(lambda: counted)
+    assert gpu.writes == [[71]]
+    assert counted == {"inserted": 1}
 
 
 def test_promote_drops_keys_when_the_queue_is_full(world):
@@ -81,18 +93,18 @@ def test_promote_drops_keys_when_the_queue_is_full(world):
 
 
 def test_promote_now_copies_the_first_keys_last(world, monkeypatch):
-    _, above, _, promotion, _ = world
-    monkeypatch.setattr(lifting_module, "_CHUNK_ROWS", 2)
+    _, gpu, _, promotion, _ = world
+    monkeypatch.setattr(gpu_promotion_module, "_CHUNK_ROWS", 2)
     promotion.promote_now(TABLE, np.array([90, 91, 92, 93, 94]))
-    assert above.writes == [[93, 94], [91, 92], [90]]
+    assert gpu.writes == [[93, 94], [91, 92], [90]]
 
 
 def test_closed_writer_ends_the_promotion_thread(world):
-    _, above, writer, promotion, _ = world
+    _, gpu, writer, promotion, _ = world
     writer.close()
     promotion.promote(TABLE, np.array([50]))
     until(lambda: not running())
-    assert above.writes == []
+    assert gpu.writes == []
 
 
 class ClosedAfterCheck(threading.Event):
