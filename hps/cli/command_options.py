@@ -10,12 +10,13 @@ import functools
 import inspect
 import linecache
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from itertools import pairwise
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 _TYPER = "typer"
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -37,8 +38,37 @@ class CommandApp(typer.Typer):
     """A Typer whose commands may take dataclasses of options; see `expand_options`."""
 
     def command(self, *names: Any, **attributes: Any) -> Callable[[Command], Command]:
-        register: Any = super().command(*names, **attributes)
-        return lambda function: register(expand_options(function))
+        def register(function: Command) -> Command:
+            kind: Any = functools.partial(_DocumentedCommand, function)
+            super(CommandApp, self).command(*names, cls=kind, **attributes)(expand_options(function))
+            return function
+
+        return register
+
+
+class _DocumentedCommand(TyperCommand):
+    """A command that reads its options' help from the fields of ``function`` only to print it.
+
+    Reading parses source files, which takes milliseconds a module."""
+
+    def __init__(self, function: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self._function = function
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._read_help()
+        super().format_help(ctx, formatter)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        self._read_help()
+        return super().shell_complete(ctx, incomplete)
+
+    def _read_help(self) -> None:
+        docs = dict(_option_docs(get_type_hints(self._function).values()))
+        for each in self.params:
+            parameter: Any = each
+            if parameter.help is None:
+                parameter.help = docs.get(parameter.name)
 
 
 def expand_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -97,10 +127,16 @@ def _annotation(owner: Any, each: Field[Any], hint: Any) -> Any:
     kind, flags, attributes = each.metadata[_TYPER]
     if kind is typer.Option and not flags:
         flags = (f"--{each.name.replace('_', '-')}",)
-    *owners, _object = owner.__mro__
-    docs = (_field_docs(base.__module__).get(base.__name__, {}) for base in owners)
-    doc = next((found[each.name] for found in docs if each.name in found), None)
-    return Annotated[hint, kind(*flags, **{"help": doc, **attributes})]
+    return Annotated[hint, kind(*flags, **attributes)]
+
+
+def _option_docs(hints: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Names and docstrings of the fields of dataclasses and of their groups; derived classes last."""
+    owners: list[Any] = [hint for hint in hints if is_dataclass(hint)]
+    for owner in owners:
+        yield from _option_docs(get_type_hints(owner).values())
+        for base in reversed(owner.__mro__[:-1]):
+            yield from _field_docs(base.__module__).get(base.__name__, {}).items()
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import CommandApp, argument, expand_options, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,6 @@ class Declared:
     """Not the help."""
 
 
-@expand_options
 def declared(options: Declared) -> None:
     """Ask a server."""
     print(options)
@@ -63,19 +63,17 @@ class Derived(Declared):
     """Replaces the option of the base class."""
 
 
-@expand_options
 def derived(options: Derived) -> None:
     """Ask a server."""
 
 
-def run(function: object, *words: str, **environment: str) -> tuple[int, str]:
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command()(function)  # type: ignore[type-var]
+def run(function: Callable[..., None], *words: str, **environment: str) -> tuple[int, str]:
+    app = CommandApp(add_completion=False, rich_markup_mode=None)
+    app.command()(function)
     done = CliRunner().invoke(app, words, env=environment)
     return done.exit_code, done.output
 
 
-@expand_options
 def ask(
     name: Annotated[str, typer.Argument()],
     *,
@@ -130,7 +128,7 @@ def test_declared_fields_get_their_values() -> None:
 
 
 def test_inherited_arguments_come_first_and_inherited_options_last() -> None:
-    names = list(inspect.signature(derived).parameters)
+    names = list(inspect.signature(expand_options(derived)).parameters)
     assert names == ["name", "file", "kind", "limit", "batch_size", "dry_run"]
     assert "Replaces the option" in run(derived, "--help")[1]
 

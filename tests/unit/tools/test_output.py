@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -61,9 +62,10 @@ def test_every_command_explains_itself_with_an_example(name: str) -> None:
         assert "--install-completion" not in result.output
         assert f"hps {' '.join(words)}" in result.output.split("Options:")[1], words
         command = loaded.commands[words[1]] if COMMANDS[name].group else loaded
+        command.get_help(typer.Context(command))
         for option in command.params:
-            told = option.param_type_name == "argument" or option.hidden or option.help
-            assert told, (words, option.opts)
+            documented = option.param_type_name == "argument" or option.hidden or option.help
+            assert documented, (words, option.opts)
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS if COMMANDS[name].group)])
