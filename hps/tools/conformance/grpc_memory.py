@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -20,54 +20,58 @@ SUITE = CheckSuite("grpc")
 def shared_memory(target: CheckedServer) -> None:
     """With system_shared_memory, inputs are taken from a registered region and outputs put there, bit for
     bit; a region that is not registered, or too small, is rejected."""
-    sample = target.sample
-    sent = request(sample)
+    sent = request(target.sample)
     raws = list(sent.raw_input_contents)
+    inputs = b"".join(raws)
     with GrpcProbe(target) as ask, ExitStack() as stack:
         if "system_shared_memory" not in ask.extensions():
             raise NotOffered("system_shared_memory")
         expected = ask.infer(sent)
         name = f"hps_conformance_{secrets.token_hex(8)}"
-        size = sum(map(len, raws)) + sum(array.nbytes for array in expected.values())
+        size = len(inputs) + sum(array.nbytes for array in expected.values())
         memory = _shared(name, size, stack)
-        memory[: sum(map(len, raws))] = b"".join(raws)
+        memory[: len(inputs)] = inputs
         del sent.raw_input_contents[:]
-        at = _places(name, sent.inputs, map(len, raws), 0)
-        ends = _places(name, sent.outputs, (expected[o.name].nbytes for o in sent.outputs), at)
-        codes = ("NOT_FOUND", "INVALID_ARGUMENT")
-        expect_error(lambda: ask.ask("ModelInfer", sent), *codes, what="an unknown region")
-        region = pb.SystemSharedMemoryRegisterRequest(name=name, key=f"/{name}", byte_size=size)
-        ask.ask("SystemSharedMemoryRegister", region)
-        status = pb.SystemSharedMemoryStatusRequest(name=name)
-        region_status = ask.ask("SystemSharedMemoryStatus", status).regions[name]
-        require(
-            (region_status.key, region_status.byte_size) == (f"/{name}", size), f"{region_status}"
-        )
-        try:
+        start = _places(name, sent.inputs, map(len, raws), 0)
+        end = _places(name, sent.outputs, (expected[o.name].nbytes for o in sent.outputs), start)
+        _expect_rejected(ask, sent, "an unknown region")
+        with _registered(ask, name, size):
             answer = ask.ask("ModelInfer", sent)
             require(
-                ends == size and not any(answer.raw_output_contents), "outputs are sent as well"
+                end == size and not any(answer.raw_output_contents), "outputs are sent as well"
             )
             for output in sent.outputs:
                 array = expected[output.name]
                 start = output.parameters["shared_memory_offset"].int64_param
-                found = bytes(memory[start : start + array.nbytes])
                 require(
-                    found == array.tobytes(),
+                    bytes(memory[start : start + array.nbytes]) == array.tobytes(),
                     f"{output.name!r} differs from the output in a message",
                 )
             sent.outputs[-1].parameters["shared_memory_offset"].int64_param = size
-            expect_error(
-                lambda: ask.ask("ModelInfer", sent), *codes, what="an offset beyond the region"
-            )
-        finally:
-            ask.ask(
-                "SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name=name)
-            )
-        require(
-            name not in ask.ask("SystemSharedMemoryStatus").regions,
-            "the region is still registered",
-        )
+            _expect_rejected(ask, sent, "an offset beyond the region")
+
+
+@contextmanager
+def _registered(ask: GrpcProbe, name: str, size: int) -> Iterator[None]:
+    """Register a region for the block; check what the server reports of it then and afterwards."""
+    key = f"/{name}"
+    region = pb.SystemSharedMemoryRegisterRequest(name=name, key=key, byte_size=size)
+    ask.ask("SystemSharedMemoryRegister", region)
+    status = pb.SystemSharedMemoryStatusRequest(name=name)
+    reported = ask.ask("SystemSharedMemoryStatus", status).regions[name]
+    require((reported.key, reported.byte_size) == (key, size), f"{reported}")
+    try:
+        yield
+    finally:
+        ask.ask("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name=name))
+    require(
+        name not in ask.ask("SystemSharedMemoryStatus").regions, "the region is still registered"
+    )
+
+
+def _expect_rejected(ask: GrpcProbe, sent: pb.ModelInferRequest, what: str) -> None:
+    codes = ("NOT_FOUND", "INVALID_ARGUMENT")
+    expect_error(lambda: ask.ask("ModelInfer", sent), *codes, what=what)
 
 
 def _shared(name: str, size: int, stack: ExitStack) -> memoryview:
