@@ -40,7 +40,9 @@ class CommandApp(typer.Typer):
     def command(self, *names: Any, **attributes: Any) -> Callable[[Command], Command]:
         def register(function: Command) -> Command:
             kind: Any = functools.partial(_DocumentedCommand, function)
-            super(CommandApp, self).command(*names, cls=kind, **attributes)(expand_options(function))
+            super(CommandApp, self).command(*names, cls=kind, **attributes)(
+                expand_options(function)
+            )
             return function
 
         return register

@@ -37,9 +37,7 @@ def shared_memory(target: CheckedServer) -> None:
         _expect_rejected(ask, sent, "an unknown region")
         with _registered(ask, name, size):
             answer = ask.ask("ModelInfer", sent)
-            require(
-                end == size and not any(answer.raw_output_contents), "outputs are sent as well"
-            )
+            require(end == size and not any(answer.raw_output_contents), "outputs are sent as well")
             for output in sent.outputs:
                 array = expected[output.name]
                 start = output.parameters["shared_memory_offset"].int64_param
