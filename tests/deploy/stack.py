@@ -179,7 +179,7 @@ def import_clicks(stack: Stack, folder: Path) -> None:
     until(lambda: stack.front.serves("clicks"), PATIENCE_S)
 
 
-def asked(users: np.ndarray = USERS) -> tuple[dict[str, Any], dict[str, Any]]:
+def request_inputs(users: np.ndarray = USERS) -> tuple[dict[str, Any], dict[str, Any]]:
     features = {
         "user": users[:, None],
         "item": users[:, None] % 40,
@@ -190,7 +190,7 @@ def asked(users: np.ndarray = USERS) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def expected(rows: np.ndarray, users: np.ndarray = USERS) -> np.ndarray:
     """The network's scores, in NumPy; ``rows (n, 4)`` of the users."""
-    features, dense = asked(users)
+    features, dense = request_inputs(users)
     item = features["item"] + np.arange(2) / 8
     history = features["history"].mean(1, keepdims=True) + np.arange(2) / 8
     wide = np.concatenate([rows, item, history, dense["dense"]], 1).astype(np.float64)
@@ -199,5 +199,5 @@ def expected(rows: np.ndarray, users: np.ndarray = USERS) -> np.ndarray:
 
 
 def logits(client: Client) -> np.ndarray:
-    found: np.ndarray = client.predict("clicks", *asked()).outputs["logit"].ravel()
+    found: np.ndarray = client.predict("clicks", *request_inputs()).outputs["logit"].ravel()
     return found

@@ -127,8 +127,8 @@ def test_rendered_configuration_is_valid(rendered: Rendered, tmp_path: Path) -> 
     assert [settings.server.http.port, settings.server.admin.port] == [8000, 8002]
     assert settings.server.grpc is not None
     assert settings.server.grpc.port == 8001
-    asked = values_of(rendered.name).get("config", {})
-    assert held(asked, rendered.config()) == asked
+    values = values_of(rendered.name).get("config", {})
+    assert held(values, rendered.config()) == values
     split = values_of(rendered.name).get("frontend", {}).get("enabled", True)
     assert bool(settings.lookup.nodes) == split
 
@@ -137,11 +137,11 @@ def values_of(name: str) -> Any:
     return yaml.safe_load(values_file(name).read_text())
 
 
-def held(asked: Any, there: Any) -> Any:
+def held(values: Any, there: Any) -> Any:
     """The part of ``there`` that ``asked`` names."""
-    if not isinstance(asked, dict):
+    if not isinstance(values, dict):
         return there
-    return {key: held(value, there[key]) for key, value in asked.items()}
+    return {key: held(value, there[key]) for key, value in values.items()}
 
 
 def test_releases_sharing_kafka_have_different_groups(tmp_path: Path) -> None:
@@ -466,12 +466,12 @@ def test_service_monitors_set_the_job_that_alerts_use(name: str) -> None:
     assert pattern is not None
     job = service["metadata"]["labels"][monitor["spec"]["jobLabel"]]
     assert re.fullmatch(pattern[1], job), f"HpsDown never fires for job {job}"
-    asked = monitor["spec"]["endpoints"]
-    assert [each["port"] for each in asked] == [
+    endpoints = monitor["spec"]["endpoints"]
+    assert [each["port"] for each in endpoints] == [
         port["name"] for each in (service, *beside) for port in each["spec"]["ports"]
     ]
     assert len(beside) == (name == "everything")
-    for each, endpoint in zip(beside, asked[1:], strict=True):
+    for each, endpoint in zip(beside, endpoints[1:], strict=True):
         job = each["metadata"]["labels"][monitor["spec"]["jobLabel"]]
         assert job == "triton"
         assert not re.fullmatch(pattern[1], job)
@@ -586,10 +586,10 @@ def test_egress_policies_allow_what_the_role_uses() -> None:
     network, pods = Network(rendered), peers(rendered)
     outside = Peer(address="203.0.113.7")
     for role, ports in {"lookup": {6379, 9092}, "ingest": {6379, 9092}, "frontend": set()}.items():
-        asked = {
+        allowed = {
             port for port in (22, 443, 6379, 8001, 9092) if network.lets(pods[role], outside, port)
         }
-        assert asked == ports, role
+        assert allowed == ports, role
     assert network.lets(pods["checkpoints"], pods["lookup"], 8002)
     assert not network.lets(pods["checkpoints"], outside, 443)
     # A Triton beside a front end is asked by that alone; it tells its metrics to scrapers.

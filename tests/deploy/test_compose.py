@@ -26,10 +26,10 @@ from tests.deploy.stack import (
     USERS,
     Front,
     Stack,
-    asked,
     expected,
     hardened,
     logits,
+    request_inputs,
 )
 from tests.support.deployment import Ask, Load
 from tests.support.waiting import until
@@ -38,12 +38,12 @@ pytestmark = [pytest.mark.containers, pytest.mark.slow, pytest.mark.timeout(1800
 
 
 def test_printed_command_returns_the_printed_score(stack: Stack) -> None:
-    told = stack.project("logs", "--no-log-prefix", "demo")
-    command = next(line.strip() for line in told.splitlines() if "curl -s" in line)
+    log = stack.project("logs", "--no-log-prefix", "demo")
+    command = next(line.strip() for line in log.splitlines() if "curl -s" in line)
     assert f"{stack.front.http}/" in command
     answer = json.loads(subprocess.check_output(command, shell=True))
     score = next(o["data"][0] for o in answer["outputs"] if o["name"] == "click")
-    trained = re.search(r"click for this request is (\d+\.\d+)", told)
+    trained = re.search(r"click for this request is (\d+\.\d+)", log)
     assert trained is not None
     assert abs(score - float(trained[1])) < 2e-6
 
@@ -61,9 +61,9 @@ def test_doctor_passes_inside_the_services(stack: Stack, name: str) -> None:
     found: dict[str, dict[str, str]] = {}
 
     def well() -> bool:  # on a busy machine others may not answer in the time that it gives them
-        told = json.loads(stack.engine.podman(*doctor, check=False))
-        found.update({check["name"]: check for check in told})
-        return all(check["verdict"] != "FAIL" for check in told)
+        checks = json.loads(stack.engine.podman(*doctor, check=False))
+        found.update({check["name"]: check for check in checks})
+        return all(check["verdict"] != "FAIL" for check in checks)
 
     until(well, PATIENCE_S)
     assert ("database" in found) == has_rows, "the role is known"
@@ -153,7 +153,7 @@ def load(stack: Stack, *more: Front) -> Iterator[Load]:
 
 def whole(client: Client) -> bytes:
     """Scores of an answer that lacks nothing."""
-    answer = client.predict("clicks", *asked())
+    answer = client.predict("clicks", *request_inputs())
     assert not answer.degraded, answer.degraded
     assert not answer.defaulted
     return bytes(answer.outputs["logit"].tobytes())

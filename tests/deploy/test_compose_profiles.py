@@ -39,24 +39,34 @@ def test_observability_profile(stack: Stack, clicks: str) -> None:
     stack.up("triton")
     hardened(stack, stack.up("observability"))
 
-    def told(path: str, **question: str) -> Any:
-        answer = stack.get("PROMETHEUS_PORT", f"/api/v1/{path}?{urllib.parse.urlencode(question)}")
+    def query_prometheus(path: str, **parameters: str) -> Any:
+        answer = stack.get(
+            "PROMETHEUS_PORT", f"/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        )
         assert answer["status"] == "success"
         return answer["data"]
 
     def up() -> set[str]:
-        targets = told("targets")["activeTargets"]
+        targets = query_prometheus("targets")["activeTargets"]
         return {each["labels"]["instance"] for each in targets if each["health"] == "up"}
 
     of_ours = {f"{name}:8002" for name in (*CORE, "frontend-triton") if name in of_hps()}
     until(lambda: up() >= of_ours, PATIENCE_S)
-    until(lambda: all(group["lastEvaluation"][:4] != "0001" for group in told("rules")["groups"]))
-    found = [rule for group in told("rules")["groups"] for rule in group["rules"]]
-    assert len(found) == len(rules())
-    assert {rule["health"] for rule in found} == {"ok"}
-    firing = told("query", query='ALERTS{alertname=~"HpsDown|HpsNotReady",alertstate="firing"}')
+    until(
+        lambda: all(
+            group["lastEvaluation"][:4] != "0001" for group in query_prometheus("rules")["groups"]
+        )
+    )
+    reported_rules = [
+        rule for group in query_prometheus("rules")["groups"] for rule in group["rules"]
+    ]
+    assert len(reported_rules) == len(rules())
+    assert {rule["health"] for rule in reported_rules} == {"ok"}
+    firing = query_prometheus(
+        "query", query='ALERTS{alertname=~"HpsDown|HpsNotReady",alertstate="firing"}'
+    )
     assert firing["result"] == []
-    ready = told("query", query="sum(hps_ready)")["result"]
+    ready = query_prometheus("query", query="sum(hps_ready)")["result"]
     assert float(ready[0]["value"][1]) == len(of_ours)
 
     boards = {json.loads(path.read_text())["title"] for path in DASHBOARDS}
@@ -66,7 +76,7 @@ def test_observability_profile(stack: Stack, clicks: str) -> None:
     for path in DASHBOARDS:
         for panel in panels(path):
             for target in panel["targets"]:
-                told("query", query=re.sub(r"\$__rate_interval", "1m", target["expr"]))
+                query_prometheus("query", query=re.sub(r"\$__rate_interval", "1m", target["expr"]))
     for profile in ("observability", "triton"):
         stack.project("--profile", profile, "stop", *of_profile(profile))
 

@@ -87,12 +87,12 @@ def test_gpu_image_has_gpu_packages(engine: Engine, target: tuple[str, str]) -> 
 
 
 def test_missing_configuration_is_one_line_error(engine: Engine) -> None:
-    told = engine.podman(
+    printed = engine.podman(
         "run", "--rm", *HARDENED, "--entrypoint=sh", IMAGE, "-c", "hps serve 2>&1; echo code $?"
     )
-    assert told.splitlines()[-1] == "code 2"
-    assert "/etc/hps/config.yaml" in told
-    assert len(told.splitlines()) == 2
+    assert printed.splitlines()[-1] == "code 2"
+    assert "/etc/hps/config.yaml" in printed
+    assert len(printed.splitlines()) == 2
 
 
 @pytest.fixture(scope="module", params=["10001:0", "1234567:0"])

@@ -84,9 +84,9 @@ def test_install_upgrade_rollback_uninstall(kube: Cluster, name: str) -> None:
     values = ("--values", str(values_file(name)))
     printed = done(kube, "install", RELEASE, str(CHART), *values)
     assert "rollout status statefulset" in printed
-    asked = re.findall("exec .*hps doctor", printed)
-    assert len(asked) == len([role for role in rendered.servers() if role != "ingest"])
-    assert all(("HPS_API_KEY" in each) == (name != "off") for each in asked)
+    commands = re.findall("exec .*hps doctor", printed)
+    assert len(commands) == len([role for role in rendered.servers() if role != "ingest"])
+    assert all(("HPS_API_KEY" in each) == (name != "off") for each in commands)
     installed = everything(kube)
     assert installed == rendered.all.keys() - hooks - own
     (nodes,) = objects_of(kube, "StatefulSet").values()

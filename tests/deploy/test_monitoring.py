@@ -167,17 +167,17 @@ def test_worker_metrics_are_counted_once(exposed: dict[str, Any]) -> None:
 
 
 def test_triton_metric_names_have_triton_semantics(exposed: dict[str, Any]) -> None:
-    def told(name: str, **labels: str) -> float:
+    def total(name: str, **labels: str) -> float:
         wanted = {"model": "clicks", "version": "1", **labels}
         return sum(s.value for s in exposed[name] if wanted.items() <= s.labels.items())
 
-    assert told("nv_inference_request_success") == told("nv_inference_exec_count") == 1
-    assert told("nv_inference_count") == 2  # samples
-    assert told("nv_inference_request_failure", reason="OTHER") == 2
-    assert told("nv_inference_pending_request_count") == 0
+    assert total("nv_inference_request_success") == total("nv_inference_exec_count") == 1
+    assert total("nv_inference_count") == 2  # samples
+    assert total("nv_inference_request_failure", reason="OTHER") == 2
+    assert total("nv_inference_pending_request_count") == 0
     stages = ("queue", "compute_input", "compute_infer", "compute_output")
-    parts = sum(told(f"nv_inference_{stage}_duration_us") for stage in stages)
-    assert 0 < parts <= told("nv_inference_request_duration_us") <= parts + len(stages)
+    parts = sum(total(f"nv_inference_{stage}_duration_us") for stage in stages)
+    assert 0 < parts <= total("nv_inference_request_duration_us") <= parts + len(stages)
 
 
 # -- what is read of them ----------------------------------------------------------------------------
@@ -316,8 +316,8 @@ def test_every_alert_is_tested() -> None:
     tests = [test for path in ALERT_TESTS for test in yaml.safe_load(path.read_text())["tests"]]
     assert {test["name"] for test in tests} == ALERT_RULES.keys()
     for test in tests:
-        (asked,) = test["promql_expr_test"]
-        fired = [each["labels"] for each in asked["exp_samples"]]
+        (expression_test,) = test["promql_expr_test"]
+        fired = [each["labels"] for each in expression_test["exp_samples"]]
         assert fired
         assert all(f'alertname="{test["name"]}"' in labels for labels in fired)
         # More than what fires: its like that is well.

@@ -120,8 +120,8 @@ def test_commands_of_the_page_run(program: Callable[[str], str], page: str, shel
                 says(shell, command, said)
                 ran += 1
         elif block.startswith("…"):
-            told = [line for line in block.splitlines() if " INFO " in line]
-            until(partial(logged, shell, told), _SLOW_S)
+            log_lines = [line for line in block.splitlines() if " INFO " in line]
+            until(partial(logged, shell, log_lines), _SLOW_S)
         elif named := re.findall(r"`([a-z]+\.(?:yaml|properties|json|py))`", before):
             (shell.folder / named[-1]).write_text(block)
         elif not block.startswith("ALERTS"):

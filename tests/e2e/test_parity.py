@@ -164,7 +164,7 @@ WAYS = ("json", "binary", "tritonclient", "tritonclient.aio", "parquet", "csv", 
 def answers(example, served, node, tmp_path_factory) -> dict[str, Scores]:
     """Scores of the whole test split by way in."""
     folder = tmp_path_factory.mktemp("files")
-    asked = {
+    scores = {
         "json": by_json(served, example.test),
         "binary": by_bytes(served, example.test),
         "tritonclient": by_tritonclient(served, example.test),
@@ -173,8 +173,8 @@ def answers(example, served, node, tmp_path_factory) -> dict[str, Scores]:
         "csv": by_file(served, example.test, folder, "in.csv", "out.npz"),
         "library": by_library(node, example.test),
     }
-    assert tuple(asked) == WAYS
-    return asked
+    assert tuple(scores) == WAYS
+    return scores
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -64,7 +64,7 @@ def with_triton(published, triton, tmp_path_factory):
         yield node
 
 
-def asked(kind, address, model, arrays, outputs):
+def infer(kind, address, model, arrays, outputs):
     """One request to ``model``; its ``outputs`` by name."""
     inputs = []
     for name, array in arrays.items():
@@ -78,7 +78,7 @@ def asked(kind, address, model, arrays, outputs):
 
 def scores(kind, address, samples, batch):
     return joined(
-        [asked(kind, address, MODEL, tensors(some), OUTPUTS) for some in samples.batches(batch)]
+        [infer(kind, address, MODEL, tensors(some), OUTPUTS) for some in samples.batches(batch)]
     )
 
 
@@ -133,12 +133,12 @@ def test_rows_equal_exported_rows_bit_for_bit(example, served, working, triton, 
     expected = expected_rows(example)
     keys = {name: keys[:, None] for name, keys in example.test.keys.items()}
     found = [
-        asked(kind, address, f"{MODEL}.lookup", {n: k[i : i + 1024] for n, k in keys.items()}, keys)
+        infer(kind, address, f"{MODEL}.lookup", {n: k[i : i + 1024] for n, k in keys.items()}, keys)
         for i in range(0, len(example.test), 1024)
     ]
     for name, rows in expected.items():
         assert np.concatenate([each[name] for each in found]).tobytes() == rows.tobytes(), name
     counts = np.full((1, len(keys)), len(example.test), np.int32)
     flat = {"KEYS": np.concatenate([*keys.values()]).reshape(1, -1), "NUMKEYS": counts}
-    (values,) = asked(kind, address, f"{MODEL}.lookup", flat, ["OUTPUT0"]).values()
+    (values,) = infer(kind, address, f"{MODEL}.lookup", flat, ["OUTPUT0"]).values()
     assert values.tobytes() == b"".join(rows.tobytes() for rows in expected.values())

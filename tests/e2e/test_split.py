@@ -126,9 +126,10 @@ def deployment(model, settings, tmp_path_factory):
         Part(folder / name, with_kafka(stored, group=f"{model.name}-{name}"), *SERVE, "lookup")
         for name in ("lookup-1", "lookup-2")
     ]
-    asked = {**settings, "lookup": asking(lookups)}
+    frontend_settings = {**settings, "lookup": asking(lookups)}
     frontends = [
-        Part(folder / name, asked, *SERVE, "frontend") for name in ("frontend-1", "frontend-2")
+        Part(folder / name, frontend_settings, *SERVE, "frontend")
+        for name in ("frontend-1", "frontend-2")
     ]
     made = Deployment(frontends, lookups, [Part(folder / "ingest", settings, "ingest")])
     try:
@@ -213,8 +214,8 @@ def with_triton(deployment, model, settings, folder):
     export_dense(Repository(model.repository).open(model.name), folder / "triton", "python")
     with start_triton(folder / "triton", timeout_s=300) as server:
         dense = {"triton": {"url": server.grpc, "timeout_ms": 60_000}}
-        asked = {**settings, "lookup": asking(deployment.lookups), "dense": dense}
-        part = Part(folder / "frontend", asked, *SERVE, "frontend")
+        frontend_settings = {**settings, "lookup": asking(deployment.lookups), "dense": dense}
+        part = Part(folder / "frontend", frontend_settings, *SERVE, "frontend")
         try:
             part.start()
             part.wait()
@@ -301,12 +302,12 @@ def test_dashboard_queries_return_data_and_no_alert_fires(deployment, model, pro
                     filled('rate(hps_feature_keys_total{result="defaulted"}[1m])')
                 )
             )
-            asked, empty = list(queries()), set()
-            assert len(asked) > 80
+            all_queries, empty = list(queries()), set()
+            assert len(all_queries) > 80
 
             def all_found():  # processes are scraped one by one
                 empty.clear()
-                empty.update(title for title, query in asked if not prometheus.ask(query))
+                empty.update(title for title, query in all_queries if not prometheus.ask(query))
                 return empty <= OTHER_DEPLOYMENTS
 
             with suppress(AssertionError):

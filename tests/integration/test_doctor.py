@@ -326,11 +326,11 @@ def test_doctor_reports_problems_in_a_servers_status() -> None:
         "updates": [{"group": "g", "problem": "Kafka is away"}, {"group": "h", "state": "paused"}],
     }
 
-    class Told:
+    class NoMetrics:
         def metrics(self) -> list[object]:
             return []
 
-    found = list(states.state("server", status, Told()))  # type: ignore[arg-type]
+    found = list(states.state("server", status, NoMetrics()))  # type: ignore[arg-type]
     assert [check.verdict for check in found] == [
         *["WARN", "WARN", "WARN", "WARN", "FAIL", "WARN", "FAIL", "WARN", "OK"]
     ]
@@ -387,8 +387,8 @@ def test_server_of_another_product_is_one_line(text: bytes) -> None:
     with answering(text) as address:
         done = CliRunner().invoke(app, ["doctor", "--server", f"http://{address}", "--json"])
     assert done.exit_code == 1, done.output
-    told = [check for check in json.loads(done.stdout) if check["name"].startswith("server")]
-    assert any(check["verdict"] == "FAIL" and check["remedy"] for check in told), told
+    checks = [check for check in json.loads(done.stdout) if check["name"].startswith("server")]
+    assert any(check["verdict"] == "FAIL" and check["remedy"] for check in checks), checks
 
 
 def test_hanging_servers_are_awaited_in_parallel(
@@ -487,12 +487,12 @@ def test_doctor_reports_redis_replicas_and_failed_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     redis = shared_server()
-    told = stores._facts
+    parsed = stores._facts
 
-    def found(**facts: str) -> DoctorCheck:
-        monkeypatch.setattr(stores, "_facts", lambda info: {**told(info), **facts})
+    def check(**fields: str) -> DoctorCheck:
+        monkeypatch.setattr(stores, "_facts", lambda info: {**parsed(info), **fields})
         return next(stores.redis(RedisSettings(addresses=[redis.address]), []))
 
-    assert found().verdict == "OK"
-    assert (found(role="slave").verdict, "primary" in found(role="slave").remedy) == ("FAIL", True)
-    assert found(rdb_last_bgsave_status="err").verdict == "WARN"
+    assert check().verdict == "OK"
+    assert (check(role="slave").verdict, "primary" in check(role="slave").remedy) == ("FAIL", True)
+    assert check(rdb_last_bgsave_status="err").verdict == "WARN"

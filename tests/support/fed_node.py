@@ -95,9 +95,9 @@ def _applied(node: hps.Node, topic: str, partitions: int) -> dict[str, list[int]
     applied = {}
     for stream in node.streams._readers.streams:
         ingestor = stream.ingestor
-        asked = [(each.store, t) for each in ingestor._stores for t in stream.readers(topic)]
+        readings = [(each.store, t) for each in ingestor._stores for t in stream.readers(topic)]
         applied[stream.group] = [
-            min((_offset(store.applied(t, topic, i)) for store, t in asked), default=-1)
+            min((_offset(store.applied(t, topic, i)) for store, t in readings), default=-1)
             for i in range(partitions)
         ]
     return applied

@@ -70,7 +70,7 @@ class Commands:
         """``hps WORDS``."""
         files = [self._folder / name for name in ("in", "out", "err")]
         files[0].write_text(stdin)
-        asked = {
+        command = {
             "words": [str(word) for word in words],
             "files": [str(file) for file in files],
             "cwd": str(cwd or Path.cwd()),
@@ -78,7 +78,7 @@ class Commands:
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
         code = json.loads(self._process.stdout.readline())
         return Ended(code, files[1].read_text(), files[2].read_text())
@@ -103,24 +103,24 @@ def _serve() -> None:
     for name in LOADED:
         importlib.import_module(name)
     for line in sys.stdin:
-        asked = json.loads(line)
+        command = json.loads(line)
         child = os.fork()
         if child == 0:
-            os._exit(_run(asked))
+            os._exit(_run(command))
         print(json.dumps(_code(child)), flush=True)
 
 
-def _run(asked: dict[str, Any]) -> int:
+def _run(command: dict[str, Any]) -> int:
     from hps.cli.main import main
 
-    for number, file in enumerate(asked["files"]):
+    for number, file in enumerate(command["files"]):
         made = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY
         os.dup2(os.open(file, made, 0o666), number)
     sys.stdin = os.fdopen(0, closefd=False)
-    os.chdir(asked["cwd"])
+    os.chdir(command["cwd"])
     os.environ.clear()
-    os.environ.update(asked["environment"])
-    sys.argv = ["hps", *asked["words"]]
+    os.environ.update(command["environment"])
+    sys.argv = ["hps", *command["words"]]
     try:
         main()
     except SystemExit as end:

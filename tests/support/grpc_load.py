@@ -42,11 +42,11 @@ class _Replica(GRPCInferenceServiceServicer):  # type: ignore[misc]
         return pb.ModelInferResponse(id="replica")
 
 
-def _question() -> pb.ModelInferRequest:
-    asked = pb.ModelInferRequest(model_name="words.lookup")
-    asked.inputs.add(name="word", datatype="INT64", shape=[1, 1])
-    asked.raw_input_contents.append(np.array([1]).tobytes())
-    return asked
+def _lookup_request() -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name="words.lookup")
+    request.inputs.add(name="word", datatype="INT64", shape=[1, 1])
+    request.raw_input_contents.append(np.array([1]).tobytes())
+    return request
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def no_call_lost(address: str) -> Iterator[None]:
         ]
         with grpc.insecure_channel(f"ipv4:{address},{other}", options) as channel:
             infer = GRPCInferenceServiceStub(channel).ModelInfer
-            while infer(_question(), timeout=60).id != "replica":
+            while infer(_lookup_request(), timeout=60).id != "replica":
                 mine.release()
 
     with ThreadPoolExecutor(CLIENTS) as pool:

@@ -10,7 +10,7 @@ from kserve import InferenceRESTClient, InferInput, InferRequest, RESTConfig
 from kserve.protocol.infer_type import RequestedOutput
 
 
-async def asked(client, address, request, binary):
+async def infer(client, address, request, binary):
     inputs = []
     for name, (datatype, shape, values) in request["inputs"].items():
         tensor = InferInput(name, shape, datatype)
@@ -43,7 +43,7 @@ async def main():
         answers[server] = {
             "health": await healthy(client, f"http://{address}", given["request"]["model"]),
             "outputs": [
-                await asked(client, address, given["request"], binary) for binary in (False, True)
+                await infer(client, address, given["request"], binary) for binary in (False, True)
             ],
         }
     await client.close()

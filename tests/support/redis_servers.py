@@ -290,8 +290,8 @@ class Watched:
 
     def _ready(self, sentinel: RedisServer) -> bool:
         flat = sentinel.ask("SENTINEL", "MASTER", self.SERVICE)
-        facts = dict(zip(flat[::2], flat[1::2], strict=True))
-        return (facts[b"num-slaves"], facts[b"num-other-sentinels"]) == (b"1", b"2")
+        fields = dict(zip(flat[::2], flat[1::2], strict=True))
+        return (fields[b"num-slaves"], fields[b"num-other-sentinels"]) == (b"1", b"2")
 
     def settings(self, **given: Any) -> RedisSettings:
         mine = {"mode": "sentinel", "sentinel_service": self.SERVICE}

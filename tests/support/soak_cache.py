@@ -54,7 +54,7 @@ class Checked:
     def __init__(self, cache, seed):
         self.cache, self.random = cache, np.random.default_rng(seed)
         self.newest = {table: np.zeros(3 * ROOM, np.uint64) for table in TABLES}
-        self.hits = self.asked = 0
+        self.hits = self.keys_read = 0
 
     def check(self, table, keys, rows, versions=None):
         held = words_of(rows)
@@ -73,7 +73,7 @@ class Checked:
         self.cache.fetch([part], FetchContext())
         found = part.source > 0
         self.check(table, keys[found], part.out[found], part.versions[found])
-        self.asked += len(keys)
+        self.keys_read += len(keys)
         few = keys[found][:8]
         out = np.empty((len(few), table.dim), table.dtype)
         if self.cache.gather([(table, few, out)]):
@@ -108,7 +108,7 @@ def attached(folder, seed):
     for thread in threads:
         thread.join()
     assert sum(reader.hits for reader in readers) > 0, "an attached process found nothing"
-    print(sum(reader.asked for reader in readers))
+    print(sum(reader.keys_read for reader in readers))
 
 
 class Writer:
@@ -163,11 +163,11 @@ def soak(seconds, folder, *, spoil):
     for thread in threads:
         thread.join()
     assert not wrong.is_set(), "a wrong row"
-    asked = sum(reader.asked for reader in own)
+    keys_read = sum(reader.keys_read for reader in own)
     for other in others:
-        told, _ = other.communicate()
+        printed, _ = other.communicate()
         assert other.returncode == 0, "an attached process failed"
-        asked += int(told)
+        keys_read += int(printed)
     for table in TABLES:
         stats = cache.stats(table)
         assert stats.rows + stats.tombstones <= ROOM
@@ -176,7 +176,7 @@ def soak(seconds, folder, *, spoil):
     evicted = sum(cache.stats(table).evictions for table in TABLES)
     cache.close()
     print(
-        f"{seconds:g} s: {asked / 1e6:.1f} M keys read (without the killed ones'), "
+        f"{seconds:g} s: {keys_read / 1e6:.1f} M keys read (without the killed ones'), "
         f"{writer.written / 1e6:.1f} M written, {evicted / 1e6:.1f} M evicted, {killed} readers killed"
     )
 

@@ -91,11 +91,11 @@ class Space:
     def empty(self, shape: tuple[int, ...], dtype: Any, stream: Any) -> Any:
         return there(np.full(shape, 77, dtype))
 
-    def parts(self, asked: Any, stream: Any) -> DeviceParts:
-        total = sum(len(keys) for _, keys in asked)
+    def parts(self, table_keys: Any, stream: Any) -> DeviceParts:
+        total = sum(len(keys) for _, keys in table_keys)
         block = there(np.zeros(9 * total, np.uint8))
         parts, first = [], 0
-        for table, keys in asked:
+        for table, keys in table_keys:
             n = len(keys)
             versions = block[8 * first : 8 * (first + n)].view(np.uint64)
             source = block[8 * total + first : 8 * total + first + n]
@@ -207,16 +207,16 @@ class PreparedFetch:
 
     def launch(self, stream: Any, oldest: Any) -> None:
         self.sources_block[:] = 0
-        self._asked = [
+        self._launched = [
             Part(p.table, keys, rows, versions, sources, np.arange(len(keys)))
             for p, keys, rows, versions, sources in zip(
                 self._parts.parts, self.keys, self.rows, self.versions, self.sources, strict=True
             )
         ]
-        self._cache.fetch(self._asked, FetchContext())
+        self._cache.fetch(self._launched, FetchContext())
 
     def misses(self) -> Any:
-        return [part.missing for part in self._asked]
+        return [part.missing for part in self._launched]
 
 
 class PreparedRefill:
@@ -279,9 +279,9 @@ class Bridge(TierWrapper):
     def fetch(self, parts: Any, ctx: Any) -> None:
         parts = [part for part in parts if len(part.missing)]
         picked = [dedup(part.keys[part.missing]) for part in parts]
-        asked = [Part.make(p.table, keys) for p, (keys, _) in zip(parts, picked, strict=True)]
-        self.inner.fetch(asked, FetchContext(ctx.deadline, None, ctx.degraded))
-        for part, below, (_, picks) in zip(parts, asked, picked, strict=True):
+        misses = [Part.make(p.table, keys) for p, (keys, _) in zip(parts, picked, strict=True)]
+        self.inner.fetch(misses, FetchContext(ctx.deadline, None, ctx.degraded))
+        for part, below, (_, picks) in zip(parts, misses, picked, strict=True):
             answered = np.ones(len(below.keys), bool)
             answered[below.missing] = False
             mine = answered[picks]

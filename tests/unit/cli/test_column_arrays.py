@@ -145,8 +145,8 @@ def test_hex_keys_without_a_prefix_are_rejected_without_is_hex() -> None:
     ],
 )
 def test_missing_cells_take_the_given_keys(column: pa.Array, expected: list[list[int]]) -> None:
-    found = keys_of("f", column, missing=lambda _name: np.array([77, 78]))
-    assert samples(found) == expected
+    keys = keys_of("f", column, missing=lambda _name: np.array([77, 78]))
+    assert samples(keys) == expected
 
 
 @pytest.mark.parametrize("missing", [None, lambda _: np.array([7, 7])])

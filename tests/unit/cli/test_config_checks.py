@@ -84,13 +84,13 @@ def test_validate_names_a_broken_model(config: Path, models: Path, case: str) ->
     assert result.exit_code == 2, result.output
     assert message in result.stderr
     assert "Traceback" not in result.output
-    found = validate(models / "ctr" / "model.yaml")
+    result = validate(models / "ctr" / "model.yaml")
     if case == "no version":
-        assert found.exit_code == 0
+        assert result.exit_code == 0
     elif case == "no network":
-        assert "only a Triton can run it" in found.stderr
+        assert "only a Triton can run it" in result.stderr
     else:
-        assert (found.exit_code, message in found.stderr) == (2, True)
+        assert (result.exit_code, message in result.stderr) == (2, True)
 
 
 def test_validate_accepts_the_demo_model() -> None:

@@ -37,9 +37,9 @@ from hps.updates.kafka.overview import GroupView
 
 
 def test_checks_have_a_remedy_unless_ok() -> None:
-    found = list(machine.machine())
-    assert len({check.name for check in found}) == len(found) >= 6
-    for check in found:
+    checks = list(machine.machine())
+    assert len({check.name for check in checks}) == len(checks) >= 6
+    for check in checks:
         assert check.verdict == "OK" or check.remedy
 
 
@@ -125,28 +125,28 @@ def test_error_is_shown_in_full() -> None:
 def test_processes_are_listed_with_missing_requirements_of_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def found(workers: int, **cache: object) -> DoctorCheck:
+    def shared_memory_check(workers: int, **cache: object) -> DoctorCheck:
         given = {"server": {"workers": workers}, "tiers": {"cpu_cache": cache}}
         return memory.processes(configuration_from(given, environ={}).settings)
 
     shared = {"shared": {"folder": str(tmp_path)}}
     monkeypatch.setattr("hps.native.COMPILED", True)
-    assert found(0).found == "the node alone"
-    assert found(2, **shared, capacity_bytes=1).verdict == "OK"
-    assert "the node and 2 workers" in found(2, **shared, capacity_bytes=1).found
-    small = found(2, **shared, capacity_bytes=1 << 50)
+    assert shared_memory_check(0).found == "the node alone"
+    assert shared_memory_check(2, **shared, capacity_bytes=1).verdict == "OK"
+    assert "the node and 2 workers" in shared_memory_check(2, **shared, capacity_bytes=1).found
+    small = shared_memory_check(2, **shared, capacity_bytes=1 << 50)
     assert (small.verdict, "--shm-size" in small.remedy) == ("WARN", True)
     wanted = shutil.disk_usage(tmp_path).free + (1 << 32)
-    assert found(2, **shared, capacity_bytes=wanted).verdict == "WARN"
+    assert shared_memory_check(2, **shared, capacity_bytes=wanted).verdict == "WARN"
     held = tmp_path / "hps.node-7" / "a.table"
     held.parent.mkdir()
     with held.open("wb") as file:
         file.truncate(1 << 33)  # files of the running node do not count
-    assert found(2, **shared, capacity_bytes=wanted).verdict == "OK"
+    assert shared_memory_check(2, **shared, capacity_bytes=wanted).verdict == "OK"
     held.unlink()
-    assert found(1, enabled=False).verdict == "WARN"
+    assert shared_memory_check(1, enabled=False).verdict == "WARN"
     monkeypatch.setattr("hps.native.COMPILED", False)
-    assert found(1).verdict == "FAIL"
+    assert shared_memory_check(1).verdict == "FAIL"
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_clock_skew_is_compared_with_its_uncertainty(
 
 
 def test_clock_truncated_to_seconds_is_no_skew() -> None:
-    found = clocks.skew(lambda: float(int(time.time())), resolution_s=1.0)
-    assert abs(found.ahead_s) <= found.unsure_s
-    assert found.unsure_s >= 0.5
+    skew = clocks.skew(lambda: float(int(time.time())), resolution_s=1.0)
+    assert abs(skew.ahead_s) <= skew.unsure_s
+    assert skew.unsure_s >= 0.5
 
 
 def test_delayed_time_is_no_skew(
@@ -181,8 +181,8 @@ def test_delayed_time_is_no_skew(
     """A busy server reports its time late now and then; one whose clock is wrong does so each time."""
     monkeypatch.setattr(clocks, "_PAUSE_S", 0.0)
     late = iter([5.0, 4.0, 0.0, 9.0])
-    found = clocks.least_skew(lambda: time.time() - next(late))
-    assert clocks.clock("x", found).verdict == "OK"
+    skew = clocks.least_skew(lambda: time.time() - next(late))
+    assert clocks.clock("x", skew).verdict == "OK"
     assert next(late) == 9.0, "one that is alike is enough"
     wrong = clocks.least_skew(lambda: time.time() + 30)
     assert clocks.clock("x", wrong).verdict == "WARN"
@@ -259,15 +259,15 @@ def test_certificate_that_expires_soon_is_a_warning() -> None:
 
 
 def test_servers_of_several_versions_are_a_warning() -> None:
-    def found(url: str, version: str, models: dict[str, int] | None) -> servers.ServerFindings:
+    def findings(url: str, version: str, models: dict[str, int] | None) -> servers.ServerFindings:
         return servers.ServerFindings(url, version=version, models=models)
 
-    same = [found("a", "1", {"m": 1}), found("b", "1", {"m": 1}), found("c", "1", None)]
+    same = [findings("a", "1", {"m": 1}), findings("b", "1", {"m": 1}), findings("c", "1", None)]
     (good,) = servers.check_same_versions(same)
     assert (good.verdict, good.found.startswith("2 serve the same")) == ("OK", True)
     assert list(servers.check_same_versions(same[:1])) == []
     versions, models = servers.check_same_versions(
-        [found("a", "1", {"m": 1}), found("b", "2", {"m": 2, "n": 1})]
+        [findings("a", "1", {"m": 1}), findings("b", "2", {"m": 2, "n": 1})]
     )
     assert (versions.verdict, versions.found) == ("WARN", "of several versions: a 1, b 2")
     assert models.found == "do not serve the same: m: a 1, b 2; n: a not, b 1"
@@ -347,9 +347,9 @@ def test_missing_required_gpus_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert verdicts("auto", "there is no CuPy", [0]) == []
     assert verdicts("off", None, [0]) == []
-    found = verdicts("auto", None, [0, 1])
-    assert [verdict for verdict, _ in found] == ["OK", "FAIL"]
-    assert found[1][1] == "device 1 of 1 (from 0 on)"
+    gpu_verdicts = verdicts("auto", None, [0, 1])
+    assert [verdict for verdict, _ in gpu_verdicts] == ["OK", "FAIL"]
+    assert gpu_verdicts[1][1] == "device 1 of 1 (from 0 on)"
 
 
 def test_access_check_reports_the_authentication_mode() -> None:

@@ -103,10 +103,10 @@ def test_account_has_a_row_per_lookup_node() -> None:
             ("hps_lookup_node_retries_total", at, retries),
         ]
 
-    found = account(reading(0.0, *node_metrics(0, 0, 0)), reading(2.0, *node_metrics(20, 4, 2)))[
+    rows = account(reading(0.0, *node_metrics(0, 0, 0)), reading(2.0, *node_metrics(20, 4, 2)))[
         "lookup_nodes"
     ]
-    assert found == [
+    assert rows == [
         {
             "address": "a:1",
             "up": True,
@@ -115,5 +115,5 @@ def test_account_has_a_row_per_lookup_node() -> None:
             "running": 3.0,
             "retries_per_s": 1.0,
         },
-        {**found[1], "address": "b:1", "up": False, "requests_per_s": 0},
+        {**rows[1], "address": "b:1", "up": False, "requests_per_s": 0},
     ]

@@ -64,8 +64,10 @@ class TestImport:
     def test_features_with_offsets_share_a_table(self, npz, models):
         run("import", npz, "-r", models, "-n", "ctr", "-t", "all=u.weight,i.weight",
             "-f", "user=all", "-f", "item=all+10:mean")  # fmt: skip
-        found = [(f.name, f.key_offset, f.pooling) for f in Repository(models).spec("ctr").features]
-        assert found == [("user", 0, "sum"), ("item", 10, "mean")]
+        written = [
+            (f.name, f.key_offset, f.pooling) for f in Repository(models).spec("ctr").features
+        ]
+        assert written == [("user", 0, "sum"), ("item", 10, "mean")]
 
     def test_stacked_tables_report_offsets(self, npz, models):
         done = printed(
@@ -255,8 +257,15 @@ class TestInspect:
 
     def test_version_is_described(self, imported):
         text = run("inspect", "ctr", "-r", imported).stdout
-        for part in ("ctr version 1, made 20", "users", "160", "score", "price", "format: npz"):
-            assert part in text or part == "160"
+        for word in (
+            "ctr version 1, made 20",
+            "users",
+            "160",
+            "score",
+            "price",
+            "format: npz",
+        ):
+            assert word in text or word == "160"
         described = printed(run("inspect", "words", "-r", imported, "--version", 1, "-o", "json"))
         assert (described["version"], described["tables"][0]["rows"]) == (1, 10)
         assert described["manifest"]["tables"]["w"]["rows"] == 10
@@ -340,8 +349,8 @@ def test_table_options_and_features_are_parsed():
         TableChoice("u", ("a",), "ids", "e*"),
         TableChoice("", ("b",)),
     ]
-    (found,) = features(["user=all+18446744073709551615:none"])
-    assert (found.key_offset, found.pooling) == (2**64 - 1, "none")
+    (feature,) = features(["user=all+18446744073709551615:none"])
+    assert (feature.key_offset, feature.pooling) == (2**64 - 1, "none")
     for text in ("user", "user=all+x", "user=all:max", "=all", "user="):
         with pytest.raises(ConfigError, match="--feature"):
             features([text])

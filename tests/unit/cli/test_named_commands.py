@@ -93,8 +93,8 @@ def unknown(words: str, where: str) -> str:
 
 def test_unknown_commands_and_options_are_found() -> None:
     text = "see `hps stoer ls`, `hps store lst`, `hps serve --worker 2`; hps updates dlq list shows them"
-    found = [unknown(words, where) for words, where in named(text)]
-    assert found == ["stoer", "store lst", "serve … --worker", "updates … list"]
+    unknown_names = [unknown(words, where) for words, where in named(text)]
+    assert unknown_names == ["stoer", "store lst", "serve … --worker", "updates … list"]
 
 
 @pytest.mark.parametrize("of", ["code", "pages"])

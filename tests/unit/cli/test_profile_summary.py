@@ -16,9 +16,9 @@ def part(name: str, us: float | None, *parts: dict[str, Any]) -> dict[str, Any]:
 def test_means_of_parts_add_up_to_the_whole() -> None:
     first = part("r", 100.0, part("parse", 10.0), part("lookup", 80.0, part("cpu", 30.0)))
     second = part("r", 50.0, part("parse", 10.0), part("lookup", 20.0, part("redis", 5.0)))
-    found = account([first, second])
-    assert (found["requests"], found["mean_us"], found["about"]) == (2, 75.0, {"model": "m"})
-    rows = {tuple(part["path"]): part for part in found["parts"]}
+    summary = account([first, second])
+    assert (summary["requests"], summary["mean_us"], summary["about"]) == (2, 75.0, {"model": "m"})
+    rows = {tuple(part["path"]): part for part in summary["parts"]}
     assert list(rows) == [
         ("parse",),
         ("lookup",),
@@ -40,8 +40,8 @@ def test_means_of_parts_add_up_to_the_whole() -> None:
 
 
 def test_unfinished_part_counts_zero() -> None:
-    found = account([part("r", 10.0, part("lookup", None))])
-    assert [(part["path"], part["mean_us"]) for part in found["parts"]] == [
+    summary = account([part("r", 10.0, part("lookup", None))])
+    assert [(part["path"], part["mean_us"]) for part in summary["parts"]] == [
         (["lookup"], 0.0),
         (["rest"], 10.0),
     ]

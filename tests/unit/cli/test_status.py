@@ -92,8 +92,8 @@ def test_approximate_rows_are_marked(capsys: pytest.CaptureFixture[str]) -> None
 
 def with_redis(**redis: Any) -> dict[str, Any]:
     status = copy.deepcopy(STATUS)
-    found = {"name": "redis", "kind": "cache", "shared": True, "circuit": "open", **redis}
-    status["tiers"].insert(1, found)
+    tier = {"name": "redis", "kind": "cache", "shared": True, "circuit": "open", **redis}
+    status["tiers"].insert(1, tier)
     status["models"][0]["tables"][0]["rows"]["redis"] = 25
     return status
 

@@ -115,10 +115,10 @@ def test_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_override_values_are_parsed(override: str, key: str, value: Any) -> None:
-    found: Any = load(None, [override]).settings
-    for part in key.split("."):
-        found = getattr(found, part)
-    assert found == value
+    setting: Any = load(None, [override]).settings
+    for name in key.split("."):
+        setting = getattr(setting, name)
+    assert setting == value
     assert load(None, [override]).origins[key] == "--set"
 
 

@@ -85,12 +85,12 @@ def test_every_spelling_means_its_canonical_name(ps: Ps, key: PsKey, spelling: s
 
 
 def test_spellings_are_those_of_hps() -> None:
-    found = {k.path: set(k.aliases) for k in ENUMS}
+    aliases = {k.path: set(k.aliases) for k in ENUMS}
     types = "disabled disable none hash_map hashmap hash map parallel_hash_map parallel_hashmap "
     types += "parallel_hash parallel_map multi_process_hash_map multi_process_hashmap "
     types += "multi_process_hash multi_process_map redis_cluster redis"
     policies = "evict_random random evict_least_used least_used evict_oldest oldest"
-    assert found == {
+    assert aliases == {
         "volatile_db.type": set(types.split()),
         "volatile_db.overflow_policy": set(policies.split()),
         "persistent_db.type": {"disabled", "disable", "none", "rocks_db", "rocksdb", "rocks"},

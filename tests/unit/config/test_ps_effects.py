@@ -67,8 +67,8 @@ def test_overflow_margin_bounds_the_cache(
     document = ps.put("volatile_db.overflow_margin", margin)
     configuration = ps.load(ps.put("volatile_db.num_partitions", partitions, document))
     serve = configuration.settings.models.serve or {}
-    found = {t.cache_rows for t in serve["m"].tables.values()} if "m" in serve else {None}
-    assert found == {rows}
+    cache_rows = {t.cache_rows for t in serve["m"].tables.values()} if "m" in serve else {None}
+    assert cache_rows == {rows}
     assert not [w for w in configuration.warnings if "num_partitions" in w]
 
 
@@ -122,10 +122,10 @@ def test_number_out_of_bounds_is_clamped_with_a_warning(ps: Ps, key: str) -> Non
     ps.base["volatile_db"]["type"] = "redis_cluster"
     ps.base["update_source"] = {"type": "kafka"}
     loaded = ps.load(ps.put(key, given))
-    found: Any = loaded.settings
+    value: Any = loaded.settings
     for name in setting.split("."):
-        found = getattr(found, name)
-    assert found == expected
+        value = getattr(value, name)
+    assert value == expected
     (warning,) = [w for w in loaded.warnings if key.replace("[]", "[0]") in w]
     assert f"not as in HPS: {given} is out of range" in warning
     assert warning.endswith(f"using {expected}")

@@ -51,8 +51,10 @@ def test_tables_of_one_vector_size_are_fused_and_keep_their_request_names(
         ("word", "fused_embedding1", 4, "none"),
     ]
     assert [table.default for table in model.spec.tables] == [2.0, 3.0, 1.0]
-    found = {table: [f.name for f in folders] for table, folders in model.directories.items()}
-    assert found == {
+    folders_of_tables = {
+        table: [f.name for f in folders] for table, folders in model.directories.items()
+    }
+    assert folders_of_tables == {
         "fused_embedding0": ["b"],
         "fused_embedding1": ["d"],
         "fused_embedding2": ["a", "c"],

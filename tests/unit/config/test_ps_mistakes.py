@@ -106,13 +106,13 @@ PAGE = Path(__file__).parents[3] / "docs" / "ps-json.md"
 def test_each_mistake_is_one_line_with_place_and_remedy(
     ps: Ps, key: str, value: Any, line: str
 ) -> None:
-    found = ps.mistakes(ps.put(key, value) if key != "models" else {**ps.base, "models": value})
+    mistakes = ps.mistakes(ps.put(key, value) if key != "models" else {**ps.base, "models": value})
     if line == ": expected":
-        assert "looks like a configuration of ours" in found[0]
+        assert "looks like a configuration of ours" in mistakes[0]
         return
-    assert len(found) == 1, found
-    assert found[0].startswith(line)
-    assert "123456" not in found[0]
+    assert len(mistakes) == 1, mistakes
+    assert mistakes[0].startswith(line)
+    assert "123456" not in mistakes[0]
 
 
 def test_all_mistakes_are_reported_at_once(ps: Ps) -> None:
@@ -150,8 +150,8 @@ def test_two_models_of_one_name_are_rejected(ps: Ps) -> None:
     ],
 )
 def test_files_that_are_not_a_ps_json_are_rejected(ps: Ps, text: str, line: str) -> None:
-    (found,) = ps.mistakes(text)
-    assert found.startswith(line)
+    (mistake,) = ps.mistakes(text)
+    assert mistake.startswith(line)
 
 
 def test_every_rejected_number_is_in_the_page(ps: Ps) -> None:

@@ -15,20 +15,22 @@ def settings(**given: Any) -> Settings:
     return configuration_from(given, environ={}).settings
 
 
-def found(chosen: Settings) -> tuple[Path | None, str | None]:
+def runtime_and_cache(chosen: Settings) -> tuple[Path | None, str | None]:
     return chosen.server.runtime, chosen.tiers.cpu_cache.shared.name
 
 
 def test_cache_is_private_without_a_runtime_folder() -> None:
-    assert found(with_shared_cache(settings())) == (None, None)
+    assert runtime_and_cache(with_shared_cache(settings())) == (None, None)
 
 
 def test_runtime_folder_shares_the_cache_under_its_own_name() -> None:
     one, other = (
         with_shared_cache(settings(server={"runtime": path})) for path in ("/run/a", "/run/b")
     )
-    assert found(one)[1] != found(other)[1]
-    assert found(one) == found(with_shared_cache(settings(server={"runtime": "/run/a"})))
+    assert runtime_and_cache(one)[1] != runtime_and_cache(other)[1]
+    assert runtime_and_cache(one) == runtime_and_cache(
+        with_shared_cache(settings(server={"runtime": "/run/a"}))
+    )
 
 
 def test_given_settings_are_kept() -> None:
@@ -36,7 +38,7 @@ def test_given_settings_are_kept() -> None:
         "server": {"runtime": "/run/a", "workers": 2},
         "tiers": {"cpu_cache": {"shared": {"name": "mine"}}},
     }
-    assert found(for_workers(settings(**given))) == (Path("/run/a"), "mine")
+    assert runtime_and_cache(for_workers(settings(**given))) == (Path("/run/a"), "mine")
     off = for_workers(settings(tiers={"cpu_cache": {"enabled": False}}))
     assert off.tiers.cpu_cache.shared.name is None
 
@@ -44,18 +46,22 @@ def test_given_settings_are_kept() -> None:
 def test_restarted_node_gets_the_same_folder() -> None:
     """Its folder derives from the database, or else the port, which one node at a time can own."""
     there = {"tiers": {"rocksdb": {"path": "/data/db"}}}
-    assert found(for_workers(settings(**there))) == found(for_workers(settings(**there)))
+    assert runtime_and_cache(for_workers(settings(**there))) == runtime_and_cache(
+        for_workers(settings(**there))
+    )
     other_folder = {"tiers": {"rocksdb": {"path": "/data/other"}}}
-    assert found(for_workers(settings(**there))) != found(for_workers(settings(**other_folder)))
+    assert runtime_and_cache(for_workers(settings(**there))) != runtime_and_cache(
+        for_workers(settings(**other_folder))
+    )
 
     def reading(port: int) -> Settings:
         rocksdb = {"path": "/data/db", "access": "read_only"}
         server = {"http": {"port": port}}
         return for_workers(settings(tiers={"rocksdb": rocksdb}, server=server))
 
-    assert found(reading(9000)) == found(reading(9000))
-    assert found(reading(9000)) != found(reading(9003))
-    assert found(reading(0)) != found(reading(0))
+    assert runtime_and_cache(reading(9000)) == runtime_and_cache(reading(9000))
+    assert runtime_and_cache(reading(9000)) != runtime_and_cache(reading(9003))
+    assert runtime_and_cache(reading(0)) != runtime_and_cache(reading(0))
 
 
 def test_workers_disable_the_gpu_cache() -> None:

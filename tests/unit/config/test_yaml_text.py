@@ -46,9 +46,9 @@ def parse(text: str) -> Any:
     ],
 )
 def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
-    found = parse(f"a: {text}")["a"]
-    assert found == value
-    assert type(found) is type(value)
+    parsed = parse(f"a: {text}")["a"]
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
 def test_empty_file_is_null() -> None:

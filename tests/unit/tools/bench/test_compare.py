@@ -17,7 +17,7 @@ from hps.tools.bench.histogram import LatencyHistogram
 from hps.tools.bench.report import report, save
 from hps.tools.bench.run import SLICES, BenchResult
 
-ASKED = {
+OPTIONS = {
     "model": "m",
     "url": "http://x:1",
     "server": "hps",
@@ -25,8 +25,8 @@ ASKED = {
     "keys": "zipf",
     "concurrency": 8,
 }
-ASKED |= {"rate": None, "arrivals": None, "warmup_s": 0, "connections": None}
-ASKED |= {"different_requests": 256, "different_keys": 1000}
+OPTIONS |= {"rate": None, "arrivals": None, "warmup_s": 0, "connections": None}
+OPTIONS |= {"different_requests": 256, "different_keys": 1000}
 
 
 def a_run(
@@ -36,7 +36,7 @@ def a_run(
     pause: int = -1,
     seconds: float = 10.0,
     reached: int = SLICES,
-    **asked: Any,
+    **options: Any,
 ) -> Any:
     """A thousand requests in each slice; ``tail``: how much longer the slowest of them are; ``pause``: a
     slice in which every tenth took ten times as long; ``reached``: slices that there were."""
@@ -50,7 +50,7 @@ def a_run(
             values[::10] *= 10
         for value in values.astype(int).tolist():
             outcome.slices[number].record(value)
-    return report(outcome, {**ASKED, **asked})
+    return report(outcome, {**OPTIONS, **options})
 
 
 def verdicts(before: Any, after: Any) -> dict[str, str]:
@@ -70,8 +70,8 @@ def test_slower_and_faster_runs_differ_at_every_quantile() -> None:
 
 
 def test_longer_tail_is_reported_at_its_quantile() -> None:
-    found = verdicts(a_run(1), a_run(2, tail=1.5))
-    assert (found["p50"], found["p99"]) == ("none", "slower")
+    verdict_of = verdicts(a_run(1), a_run(2, tail=1.5))
+    assert (verdict_of["p50"], verdict_of["p99"]) == ("none", "slower")
 
 
 def test_single_pause_is_not_significant() -> None:
@@ -121,14 +121,14 @@ def test_different_settings_are_reported() -> None:
 
 def test_run_without_answers_is_rejected() -> None:
     with pytest.raises(ConfigError, match="without an answer"):
-        compare(a_run(1), report(BenchResult(), ASKED))
+        compare(a_run(1), report(BenchResult(), OPTIONS))
     assert LatencyHistogram().counts == {}
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Callable[[str, Any], str]:
-    def keep(name: str, told: Any) -> str:
-        save(tmp_path / name, told)
+    def keep(name: str, data: Any) -> str:
+        save(tmp_path / name, data)
         return str(tmp_path / name)
 
     return keep

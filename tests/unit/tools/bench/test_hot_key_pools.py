@@ -12,7 +12,7 @@ from hps.errors import HpsError, NotFound, Unavailable
 from hps.tools.bench.hot_key_pools import HotKeyPools, guessed_admin, hot_pools, shares
 from hps.tools.bench.load import LoadRecipe, RequestSource, from_metadata, made_requests
 
-TOLD = [
+HOT_KEYS = [
     {"table": "t", "features": {"a": 0, "b": 5}, "keys": [7, -1, 2**64 - 2], "scores": [255] * 3},
     {"table": "u", "features": {"c": 0}, "keys": [], "scores": []},
 ]
@@ -23,14 +23,14 @@ METADATA = {
 }
 
 
-def told(_model: str) -> Sequence[Mapping[str, Any]]:
-    return TOLD
+def hot_keys(_model: str) -> Sequence[Mapping[str, Any]]:
+    return HOT_KEYS
 
 
 def test_feature_keys_are_table_keys_minus_the_offset() -> None:
-    asked: list[str] = []
-    pools = hot_pools("m.lookup", lambda model: asked.append(model) or TOLD)  # type: ignore[func-returns-value]
-    assert asked == ["m"]
+    queried: list[str] = []
+    pools = hot_pools("m.lookup", lambda model: queried.append(model) or HOT_KEYS)  # type: ignore[func-returns-value]
+    assert queried == ["m"]
     assert {name: keys.tolist() for name, keys in pools.keys.items()} == {
         "a": [7, -1, -2],
         "b": [2, -6, -7],
@@ -57,7 +57,7 @@ def test_missing_hot_keys_have_a_reason(error: HpsError, why: str) -> None:
 
 def test_requests_use_hot_keys_or_random_ones() -> None:
     made, said = made_requests(
-        "m", LoadRecipe(20, batch=3), RequestSource(), lambda _: METADATA, told
+        "m", LoadRecipe(20, batch=3), RequestSource(), lambda _: METADATA, hot_keys
     )
     assert said == "zipf:1.2 of the server's hottest keys"
     drawn = {name: np.unique(np.concatenate([each[name] for each in made])) for name in "abc"}
@@ -68,7 +68,7 @@ def test_requests_use_hot_keys_or_random_ones() -> None:
 
 @pytest.mark.parametrize("recipe", [LoadRecipe(5, rows=10), LoadRecipe(5, keys="uniform", rows=10)])
 def test_rows_option_uses_row_numbers(recipe: LoadRecipe) -> None:
-    made, said = made_requests("m", recipe, RequestSource(), lambda _: METADATA, told)
+    made, said = made_requests("m", recipe, RequestSource(), lambda _: METADATA, hot_keys)
     assert said == f"{recipe.keys} of 0 … 9"
     assert all(0 <= each["a"].min() <= each["a"].max() < 10 for each in made)
     np.testing.assert_array_equal(made[0]["a"], from_metadata(METADATA, recipe)[0]["a"])

@@ -140,10 +140,10 @@ def test_interrupt_returns_partial_results() -> None:
 def test_rejections_are_counted_not_raised() -> None:
     class Away(Served):
         async def send(self, message: Any, until: float) -> None:
-            raise HpsError("nobody there")
+            raise HpsError("no server")
 
     outcome = outcome_of(Away(), BenchPlan(5.0, 0.0, 2, requests=4))
-    assert outcome.errors == {"HpsError": (4, "nobody there")}
+    assert outcome.errors == {"HpsError": (4, "no server")}
     assert len(outcome.slices) == SLICES
 
 

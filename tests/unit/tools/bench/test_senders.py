@@ -51,29 +51,29 @@ def sent(
         sender = open_sender(f"http://127.0.0.1:{port}", "key", None)
         assert isinstance(sender, HttpSender)
         message = sender.message(CALL)
-        found: list[Any] = []
+        outcomes: list[Any] = []
         for _ in range(send):
             try:
                 await sender.send(message, time.monotonic() + timeout_s)
             except Exception as error:
-                found.append(error)
+                outcomes.append(error)
             else:
-                found.append(None)
+                outcomes.append(None)
         await sender.close()
         server.close()
         await server.wait_closed()
-        return found
+        return outcomes
 
     return asyncio.run(whole()), connections, received
 
 
-def kinds(found: list[Any]) -> list[Any]:
-    return [None if each is None else type(each) for each in found]
+def kinds(outcomes: list[Any]) -> list[Any]:
+    return [None if each is None else type(each) for each in outcomes]
 
 
 def test_http_connection_is_reused() -> None:
-    found, connections, received = sent([OK] * 3, 3)
-    assert (kinds(found), connections) == ([None] * 3, 1)
+    outcomes, connections, received = sent([OK] * 3, 3)
+    assert (kinds(outcomes), connections) == ([None] * 3, 1)
     assert received[0] == received[2]
     assert b"Authorization: Bearer key\r\n" in received[0]
     assert received[0].startswith(b"POST /v2/models/m/infer HTTP/1.1\r\n")
@@ -85,23 +85,23 @@ def test_answer_in_pieces_is_joined() -> None:
 
 def test_sender_reconnects_after_the_server_closes() -> None:
     closing = OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-    found, connections, _ = sent([closing, OK], 2)
-    assert (kinds(found), connections) == ([None, None], 2)
+    outcomes, connections, _ = sent([closing, OK], 2)
+    assert (kinds(outcomes), connections) == ([None, None], 2)
 
 
 def test_rejection_keeps_the_connection() -> None:
     body = b'{"error": "full"}'
     refused = b"HTTP/1.1 503 Busy\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
-    found, connections, _ = sent([refused, refused.replace(b"503", b"400"), OK], 3)
-    assert (kinds(found), connections) == ([Unavailable, BadRequest, None], 1)
-    assert str(found[0]) == "full"
+    outcomes, connections, _ = sent([refused, refused.replace(b"503", b"400"), OK], 3)
+    assert (kinds(outcomes), connections) == ([Unavailable, BadRequest, None], 1)
+    assert str(outcomes[0]) == "full"
 
 
 @pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 200 OK\r\n\r\n"])
 def test_truncated_answer_or_missing_length_fails_the_request(reply: bytes) -> None:
-    found, connections, _ = sent([reply, OK], 2)
-    assert isinstance(found[0], Unavailable)
-    assert (found[1], connections) == (None, 2)
+    outcomes, connections, _ = sent([reply, OK], 2)
+    assert isinstance(outcomes[0], Unavailable)
+    assert (outcomes[1], connections) == (None, 2)
 
 
 def test_timeout_closes_the_connection() -> None:
@@ -126,14 +126,14 @@ def test_invalid_address_is_rejected() -> None:
 def test_chunked_answers_are_read() -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     body = b"5;x=y\r\n{\r\n\r\n\r\n1\r\n}\r\n0\r\n\r\n"
-    found, connections, _ = sent([head + body] * 3, 3, pause_s=0.001)
-    assert (kinds(found), connections) == ([None] * 3, 1)
+    outcomes, connections, _ = sent([head + body] * 3, 3, pause_s=0.001)
+    assert (kinds(outcomes), connections) == ([None] * 3, 1)
 
 
 def test_chunk_without_a_size_is_an_error() -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    found, _, _ = sent([head + b"zz\r\n{}\r\n\r\n"], 1)
-    assert kinds(found) == [ServerUnreachable]
+    outcomes, _, _ = sent([head + b"zz\r\n{}\r\n\r\n"], 1)
+    assert kinds(outcomes) == [ServerUnreachable]
 
 
 @pytest.mark.parametrize("piece", [1, 7])

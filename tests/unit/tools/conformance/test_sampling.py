@@ -57,19 +57,19 @@ class Odd(BaseHTTPRequestHandler):
 
     def answer_json(self, body: bytes) -> None:
         try:
-            asked = json.loads(body)
-            (tensor,) = asked["inputs"]
+            request = json.loads(body)
+            (tensor,) = request["inputs"]
             flat = np.ravel(tensor["data"]).tolist()
         except (ValueError, LookupError):
             self.answer({"error": "no JSON"}, 422)
             self.close_connection = True
             return
         output = {**tensor, "name": "y", "data": flat, "parameters": None}
-        self.answer({"model_name": "json", "id": asked.get("id", "made up"), "outputs": [output]})
+        self.answer({"model_name": "json", "id": request.get("id", "made up"), "outputs": [output]})
 
-    def answer(self, told: object, status: int = 200) -> None:
-        body = json.dumps(told if told is not None else {"error": "none such"}).encode()
-        self.send_response(status if told is not None else 404)
+    def answer(self, reply: object, status: int = 200) -> None:
+        body = json.dumps(reply if reply is not None else {"error": "none such"}).encode()
+        self.send_response(status if reply is not None else 404)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -125,8 +125,8 @@ def test_missing_extensions_are_not_deviations(odd):
 
 
 def test_rejecting_named_binary_tensors_is_a_deviation(odd, monkeypatch):
-    told = {"name": "odd", "version": "1", "extensions": ["binary_tensor_data"]}
-    monkeypatch.setitem(ABOUT, "/v2", told)
+    metadata_reply = {"name": "odd", "version": "1", "extensions": ["binary_tensor_data"]}
+    monkeypatch.setitem(ABOUT, "/v2", metadata_reply)
     metadata = next(check for check in SUITE.checks if check.name == "http: server metadata")
     with pytest.raises(Deviation, match="rejects binary tensors"):
         metadata.run(CheckedServer(odd, "", (), binary=False))
@@ -145,9 +145,9 @@ def test_grpc_outputs_may_be_typed():
 
 def test_skipped_models_are_reported(odd):
     done = CliRunner().invoke(app, [odd, odd, "--model", "bad", "--model", "none"])
-    told = " ".join(done.stderr.split())
-    assert "bad skipped" in told
-    assert "none skipped" in told
+    printed = " ".join(done.stderr.split())
+    assert "bad skipped" in printed
+    assert "none skipped" in printed
     assert isinstance(done.exception, Unavailable)
 
 

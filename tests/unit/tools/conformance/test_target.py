@@ -63,7 +63,7 @@ def answer(status, body, kind="application/json"):
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("given", "texts"),
     [
         (answer(400, b'{"error": "no"}'), ()),
         (answer(500, b'{"error": "no"}'), ("500 instead of 400",)),
@@ -72,15 +72,15 @@ def answer(status, body, kind="application/json"):
         (answer(400, b"no", "text/plain"), ("type 'text/plain'", 'no {"error"}')),
     ],
 )
-def test_errors(given, found):
+def test_errors(given, texts):
     made = check(lambda target: given.refused(400))
-    if not found:
+    if not texts:
         made.run(TARGET)
         return
     with pytest.raises(Deviation) as caught:
         made.run(TARGET)
-    assert len(caught.value.found) == len(found)
-    assert all(part in text for part, text in zip(found, caught.value.found, strict=True))
+    assert len(caught.value.found) == len(texts)
+    assert all(part in text for part, text in zip(texts, caught.value.found, strict=True))
 
 
 def test_arrays_are_compared_to_the_bit():

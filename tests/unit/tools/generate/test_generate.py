@@ -61,9 +61,9 @@ def test_keys_of_several_tables_are_drawn_once(tmp_path):
     assert by_table["NUMKEYS"].tolist() == [[6, 6]]
 
 
-@pytest.mark.parametrize("asked", [["--tables", 5], ["--dense", 4]])
-def test_preset_rejects_other_sizes(tmp_path, asked):
-    words = ["generate", "model", "m", "--preset", "hugectr", "--repository", tmp_path, *asked]
+@pytest.mark.parametrize("options", [["--tables", 5], ["--dense", 4]])
+def test_preset_rejects_other_sizes(tmp_path, options):
+    words = ["generate", "model", "m", "--preset", "hugectr", "--repository", tmp_path, *options]
     done = CliRunner().invoke(main, list(map(str, words)))
     assert done.exit_code == 2
     assert "--preset hugectr has 26 tables, and 13 dense numbers" in done.output
