@@ -179,7 +179,7 @@ class Batcher(Generic[Request, Result]):
         return []
 
     def _due_key(self, now: float) -> Hashable | None:
-        """Return the merge key that may start and has waited longest; None if none may start."""
+        """Return the merge key of the oldest queue that may start; None if none may."""
         longest_waiting, since = None, float("inf")
         for key, queue in self._queues.items():
             if queue.due < since and (queue.due <= now or queue.is_full):
@@ -259,7 +259,7 @@ class _BatchQueue:
 
     @property
     def due(self) -> float:
-        """When the first request may start although the batch is not full (``time.monotonic()``)."""
+        """Instant (``time.monotonic()``) at which the first request starts even if the batch is not full."""
         return self.items[0].due
 
     @property
@@ -316,7 +316,7 @@ class _QueuedItem:
 
     @property
     def due(self) -> float:
-        """When it may start although the batch is not full (``time.monotonic()``)."""
+        """Instant (``time.monotonic()``) at which it starts even if the batch is not full."""
         return self.since + self.delay_s
 
     def try_start(self, now: float) -> bool:

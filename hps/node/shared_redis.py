@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hps.backoff import Backoff
 from hps.config.schema import Settings
-from hps.config.store_settings import GuardSettings, RedisSettings
+from hps.config.store_settings import GuardSettings
 from hps.errors import ConfigError, TierError, TierMisfit
 from hps.models.preload import preload_tables
 from hps.node.model_opening import OpenedTables
@@ -48,20 +48,17 @@ class SharedRedis:
 
     def __init__(
         self,
-        chosen: RedisSettings,
         settings: Settings,
         below: Sequence[Tier],
         models: Callable[[], Sequence[OpenedTables]],
         metrics: Metrics,
         resources: ExitStack,
         guard: Guard,
-        warn: Callable[[str], None],
     ) -> None:
-        """``below``: the node's own store, if any. ``models``: the models that are loaded now.
-
-        ``warn`` is called with an error at the start or a load that is retried."""
-        self._chosen, self._settings = chosen, settings
-        self._models, self._warn = models, warn
+        """``below``: the node's own store, if any. ``models``: the models that are loaded now."""
+        chosen = settings.tiers.redis
+        assert chosen is not None
+        self._chosen, self._settings, self._models = chosen, settings, models
         self._alone = not below
         self._loads = ExitStack()  # pending loads, also for models that are added later
         self._writer: CacheWriter | None = None
@@ -99,11 +96,11 @@ class SharedRedis:
             },
         )
 
-    def load(self, models: Sequence[OpenedTables], progress: Progress) -> None:
+    def load(self, models: Sequence[OpenedTables], progress: Progress) -> str | None:
         """Check the tables and load a share of their rows.
 
-        If Redis is unavailable now, a thread does it later. Raises ConfigError, and TierError if no
-        other store has the rows."""
+        If Redis is unavailable now, a thread does it later, and the warning about it is returned. Raises
+        ConfigError, and TierError if no other store has the rows."""
 
         def load(progress: Progress) -> None:
             for model in models:
@@ -126,8 +123,9 @@ class SharedRedis:
                 raise  # no other store has the rows
             message = f"{error}; serving without it until it responds"
             log.warning("%s", message)
-            self._warn(message)
             self._load_later(partial(load, NoProgress()))
+            return message
+        return None
 
     def _load_later(self, load: Callable[[], None]) -> None:
         """Retry ``load`` on a thread until it does not raise TierError."""

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from hps.config.schema import Settings
-from hps.config.store_settings import GuardSettings, RedisSettings, RocksDbSettings
+from hps.config.store_settings import GuardSettings, RocksDbSettings
 from hps.errors import TierError
 from hps.models.check import check_disjoint_tables
 from hps.models.loader import load_tables, version_of_rows
@@ -89,8 +89,8 @@ class NodeStores:
         if tiers.rocksdb.enabled and not shared_only:
             self.statuses.append(self._open_rocksdb(tiers.rocksdb, progress))
         if tiers.redis is not None:
-            self._redis = self._open_redis(tiers.redis)
-            self._redis.load(self._opened, progress)
+            self._redis = self._open_redis()
+            self._load_redis(self._redis, self._opened, progress)
             self.statuses.insert(0, self._redis.status)
         if self._settings.updates.kafka is not None and not self.update_targets(shared=False):
             self.followed = self._follow()
@@ -107,7 +107,7 @@ class NodeStores:
             if self._rocksdb is not None:
                 self._load_rocksdb(self._rocksdb, [model], progress)
             if self._redis is not None:
-                self._redis.load([model], progress)
+                self._load_redis(self._redis, [model], progress)
         except BaseException:
             self.remove(model)
             raise
@@ -289,19 +289,23 @@ class NodeStores:
                     store.check(table)
                     check_disjoint_tables(model.version.tables[name], table.key_bits)
 
-    def _open_redis(self, chosen: RedisSettings) -> SharedRedis:
+    def _open_redis(self) -> SharedRedis:
         from hps.node.shared_redis import SharedRedis
 
         return SharedRedis(
-            chosen,
             self._settings,
             self.tiers,
             lambda: self._opened,
             self._metrics,
             self._resources,
             self._guarded,
-            self.warnings.append,
         )
+
+    def _load_redis(
+        self, redis: SharedRedis, models: Sequence[OpenedTables], progress: Progress
+    ) -> None:
+        if warning := redis.load(models, progress):
+            self.warnings.append(warning)
 
     def _guarded(self, tier: Tier, guard: GuardSettings, threads: int) -> GuardedTier:
         """Guard a tier. Only the guard closes it, never while a fetch hangs."""
