@@ -49,8 +49,8 @@ def assert_row(ut, part, at, first, sequence=None):
     assert part.source[at] in ut.case.sources
     assert at not in part.missing
     if sequence is not None:
-        wanted = versions_of(sequence)[0] if ut.case.versioned else 0
-        assert part.versions[at] == wanted
+        expected = versions_of(sequence)[0] if ut.case.versioned else 0
+        assert part.versions[at] == expected
 
 
 def assert_missing(part, at):
@@ -142,13 +142,13 @@ def test_large_batch_round_trips(under_test):
     keys = np.random.default_rng(1).permutation(20_000)[:4_000] - 10_000
     rows = (keys[:, None] % 1000 + np.arange(table.dim)).astype(table.dtype)
     tier.insert(table, keys, rows, np.full(len(keys), versions_of(1)[0]))
-    asked = np.arange(-10_000, 10_000)
-    part = blank(table, asked)
+    requested = np.arange(-10_000, 10_000)
+    part = blank(table, requested)
     tier.fetch([part], FetchContext())
-    found = np.isin(asked, keys)
+    found = np.isin(requested, keys)
     assert part.missing.tolist() == np.flatnonzero(~found).tolist()
-    wanted = (asked[:, None] % 1000 + np.arange(table.dim)).astype(table.dtype)
-    np.testing.assert_array_equal(part.out[found], wanted[found])
+    expected = (requested[:, None] % 1000 + np.arange(table.dim)).astype(table.dtype)
+    np.testing.assert_array_equal(part.out[found], expected[found])
     assert (part.out[~found] == UNTOUCHED).all()
 
 

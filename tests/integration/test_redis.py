@@ -655,14 +655,14 @@ def test_killed_load_continues(open_tier, table, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tier.preload(table, RedisLoadSource(broken(), version, mark="digest"))
     assert tier.usage(table).entries == 30_000
-    again = open_tier()
+    restarted = open_tier()
     # Rows sent and not recorded yet are sent again.
-    loaded = again.preload(table, RedisLoadSource(chunks_of(40_000), version, mark="digest"))
+    loaded = restarted.preload(table, RedisLoadSource(chunks_of(40_000), version, mark="digest"))
     assert 10_000 <= loaded <= 12_000
-    assert len(held(again, table, np.arange(40_000))) == 40_000
-    assert again.preload(table, RedisLoadSource(chunks_of(40_000), version, mark="digest")) == 0
+    assert len(held(restarted, table, np.arange(40_000))) == 40_000
+    assert restarted.preload(table, RedisLoadSource(chunks_of(40_000), version, mark="digest")) == 0
     assert (
-        again.preload(table, RedisLoadSource(chunks_of(40_000), version, mark="other digest"))
+        restarted.preload(table, RedisLoadSource(chunks_of(40_000), version, mark="other digest"))
         == 40_000
     )
 

@@ -183,13 +183,13 @@ def test_unsolicited_bytes_close_a_connection(server, open_tier, table):
     assert wire not in node.idle
 
 
-@pytest.mark.parametrize("how", ["late", "paused"])
-def test_slow_server_exceeds_deadline(server, proxy, open_tier, table, how):
+@pytest.mark.parametrize("delay", ["late", "paused"])
+def test_slow_server_exceeds_deadline(server, proxy, open_tier, table, delay):
     tier = open_tier(server, addresses=[proxy.address], timeout_ms=2000)
     keys = fill(tier, table)
     requests = GuardedRequests(tier, table, deadline_s=DEADLINE_S)
     requests.send(keys)
-    if how == "late":
+    if delay == "late":
         proxy.delay_s = 0.2
     else:
         server.ask("CLIENT", "PAUSE", 3000, "ALL")

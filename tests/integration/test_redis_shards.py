@@ -85,15 +85,15 @@ def shards(cluster):
     tier.close()
 
 
-def hit(shards, how):
-    if how == "stopped":
+def break_shard(shards, fault):
+    if fault == "stopped":
         os.kill(shards.victim.pid, signal.SIGSTOP)
     else:
         shards.victim.kill()
 
 
-def mend(shards, how):
-    if how == "stopped":
+def repair_shard(shards, fault):
+    if fault == "stopped":
         os.kill(shards.victim.pid, signal.SIGCONT)
     else:
         shards.victim.start()  # empty
@@ -110,10 +110,10 @@ def refilled(shards):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("how", ["stopped", "killed"])
-def test_rows_of_other_shards_are_served(shards, how):
+@pytest.mark.parametrize("fault", ["stopped", "killed"])
+def test_rows_of_other_shards_are_served(shards, fault):
     until(shards.all_found)
-    hit(shards, how)
+    break_shard(shards, fault)
     try:
         answers = [shards.ask(shards.keys) for _ in range(30)]
         for found, degraded, _ in answers:
@@ -127,13 +127,13 @@ def test_rows_of_other_shards_are_served(shards, how):
         assert shards.guarded.state == "closed"
         assert len(shards.ask(shards.alive)[0]) == len(shards.alive)
     finally:
-        mend(shards, how)
+        repair_shard(shards, fault)
     until(shards.all_found)
 
 
 def test_promotions_do_not_wait_for_unavailable_shard(shards):
     """Rows of other shards are written; the caller gets an error for the rest immediately."""
-    hit(shards, "stopped")
+    break_shard(shards, "stopped")
     try:
         until(lambda: shards.ask(shards.keys) and shards.tier._client.is_down(shards.dead_slot))
         new = np.arange(N, N + 500)
@@ -144,14 +144,14 @@ def test_promotions_do_not_wait_for_unavailable_shard(shards):
         until(lambda: len(shards.ask(new)[0]))
         assert len(shards.ask(new)[0]) < 500
     finally:
-        mend(shards, "stopped")
+        repair_shard(shards, "stopped")
     until(shards.all_found)
 
 
 def test_node_starts_while_shard_is_unavailable(cluster, shards):
     """It serves the tables whose metadata is readable."""
     holder = cluster.holder(TableLayout(shards.table, "native", 8).metadata_key)
-    hit(shards, "stopped")
+    break_shard(shards, "stopped")
     guard = {"deadline_ms": DEADLINE_S * 1e3, "failures_to_open": 1}
     tier = RedisTier(cluster.settings(guard=guard, timeout_ms=3000))
     try:
@@ -161,7 +161,7 @@ def test_node_starts_while_shard_is_unavailable(cluster, shards):
         served = 0 if holder is shards.victim else len(shards.alive)
         assert len(part.missing) == N - served
     finally:
-        mend(shards, "stopped")
+        repair_shard(shards, "stopped")
         tier.close()
     until(shards.all_found)
 
@@ -179,14 +179,14 @@ class Rows:
             yield keys, rows_of(keys)
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_rows_lost_by_a_shard_are_detected(cluster, shards, again, monkeypatch):
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_rows_lost_by_a_shard_are_detected(cluster, shards, repeatable, monkeypatch):
     """The shard restarts empty, while the other shards record a complete load."""
     loading, repair = threading.Event(), RedisLoads._repair
     monkeypatch.setattr(RedisLoads, "_repair", lambda *a: loading.wait(60) and repair(*a))
     tier, version = shards.tier, version_now()
     tier.erase("ctr")
-    source = Rows() if again else iter(Rows())
+    source = Rows() if repeatable else iter(Rows())
     assert tier.preload(shards.table, RedisLoadSource(source, version, mark="digest")) == N
     until(shards.all_found)
     shards.victim.restart()
@@ -202,7 +202,7 @@ def test_rows_lost_by_a_shard_are_detected(cluster, shards, again, monkeypatch):
         time.sleep(0.1)
     assert not shards.ask(shards.alive)[1]
     loading.set()
-    if not again:  # a node that starts loads what is missing, and only that
+    if not repeatable:  # a node that starts loads what is missing, and only that
         fresh_tier = RedisTier(cluster.settings())
         assert fresh_tier.preload(
             shards.table, RedisLoadSource(Rows(), version, mark="digest")

@@ -32,19 +32,19 @@ OTHER = EmbeddingTable.make("other", 64)
 rows_of = partial(constant_rows, dim=64)
 
 
-def insert(tier, of, keys) -> None:
+def insert(tier, table, keys) -> None:
     keys = np.asarray(keys)
-    tier.insert(of, keys, rows_of(keys), np.ones(len(keys), np.uint64))
+    tier.insert(table, keys, rows_of(keys), np.ones(len(keys), np.uint64))
 
 
-def load(tier, of, keys) -> None:
-    chunks = [(tier.codes(of, keys), rows_of(keys))]
-    tier.bulk_load(of, chunks, LoadRecord("x", len(keys)))
+def load(tier, table, keys) -> None:
+    chunks = [(tier.codes(table, keys), rows_of(keys))]
+    tier.bulk_load(table, chunks, LoadRecord("x", len(keys)))
 
 
-def fetch(tier, of, keys) -> tuple[Part, list[str]]:
+def fetch(tier, table, keys) -> tuple[Part, list[str]]:
     ctx = FetchContext()
-    part = Part.make(of, np.asarray(keys), np.full((len(keys), 64), -1, np.float32))
+    part = Part.make(table, np.asarray(keys), np.full((len(keys), 64), -1, np.float32))
     tier.fetch([part], ctx)
     found = part.source > 0
     assert (part.out[found] == rows_of(part.keys[found])).all(), "a wrong row"
@@ -107,14 +107,16 @@ def test_writes_stop_before_disk_is_full(small_disk):
     tier = RocksDbTier(small_disk.path / "db", tuning=RocksDbTuning(min_free_bytes=16 << 20))
     insert(tier, ITEMS, range(100))
     small_disk.fill(leave=12 << 20)
-    said = rf"{tier.path}: the disk is full: [0-9,]+ bytes are free, 16,[0-9,]+ bytes are needed"
+    expected = (
+        rf"{tier.path}: the disk is full: [0-9,]+ bytes are free, 16,[0-9,]+ bytes are needed"
+    )
     for write in (
         lambda: insert(tier, ITEMS, range(200)),
         lambda: load(tier, OTHER, np.arange(10)),
         lambda: tier.delete(ITEMS, np.arange(5), np.full(5, 9, np.uint64)),
         lambda: tier.checkpoint(small_disk.path / "saved"),
     ):
-        with pytest.raises(TierError, match=said):
+        with pytest.raises(TierError, match=expected):
             write()
     assert tier.figures().free_bytes < 16 << 20
     assert len(fetch(tier, ITEMS, range(100))[0].missing) == 0
@@ -136,15 +138,15 @@ def test_full_disk_keeps_serving_and_recovers(small_disk):
     tier = RocksDbTier(small_disk.path / "db", tuning=RocksDbTuning(min_free_bytes=0))
     acknowledged = 0
     small_disk.fill(leave=4 << 20)
-    said = ""
-    while not said and acknowledged < 25_600:
+    failure = ""
+    while not failure and acknowledged < 25_600:
         try:
             insert(tier, ITEMS, np.arange(acknowledged, acknowledged + 256))
             acknowledged += 256
         except TierError as error:
-            said = str(error)
-    assert "the disk is full" in said
-    assert "While appending" in said
+            failure = str(error)
+    assert "the disk is full" in failure
+    assert "While appending" in failure
     with pytest.raises(TierError, match="the disk is full"):
         load(tier, OTHER, np.arange(30_000))
     assert acknowledged
@@ -250,12 +252,12 @@ def broken(tmp_path) -> Iterator[tuple[RocksDbTier, Path]]:
     tier.close()
 
 
-@pytest.mark.parametrize("how", ["flipped", "truncated"])
-def test_damaged_block_loses_only_its_rows(broken, how, caplog):
+@pytest.mark.parametrize("fault", ["flipped", "truncated"])
+def test_damaged_block_loses_only_its_rows(broken, fault, caplog):
     tier, file = broken
     fetch(tier, ITEMS, [0, 4999])
     data = file.read_bytes()
-    if how == "flipped":
+    if fault == "flipped":
         flip(file, 1000)
     else:
         os.truncate(file, 500)
@@ -266,14 +268,14 @@ def test_damaged_block_loses_only_its_rows(broken, how, caplog):
     for _ in range(3):
         part, degraded = fetch(guarded, ITEMS, np.arange(20))
         assert degraded == ["rocksdb"]
-        assert 1 <= len(part.missing) <= (4 if how == "flipped" else 20)
+        assert 1 <= len(part.missing) <= (4 if fault == "flipped" else 20)
     assert skipped == {"refused": 3}
     assert guarded.state == "closed"
-    if how == "flipped":
+    if fault == "flipped":
         assert fetch(guarded, ITEMS, np.arange(4000, 4020))[1] == []
     assert fetch(guarded, OTHER, np.arange(20))[1] == []
-    (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert f"table file {file.name} of table {ITEMS.id} is damaged: Corruption" in said.message
+    (logged,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert f"table file {file.name} of table {ITEMS.id} is damaged: Corruption" in logged.message
     assert tier.damage.tables() == {file.name: ITEMS.id}
     assert tier.figures().damaged_files == 1
     with file.open("r+b") as opened:
@@ -298,16 +300,16 @@ def test_ten_thousand_requests_for_damaged_block_leak_nothing(broken):
     guarded = GuardedTier(tier, 60.0, 5, 0.01, threads=2)
     flip(file, 1000)
 
-    def ask(times: int, of: RocksDbTier | GuardedTier) -> None:
+    def request_rows(times: int, source: RocksDbTier | GuardedTier) -> None:
         for _ in range(times):
-            part, degraded = fetch(of, ITEMS, np.arange(20))
+            part, degraded = fetch(source, ITEMS, np.arange(20))
             assert degraded == ["rocksdb"]
             assert 1 <= len(part.missing) <= 4
 
-    ask(1000, guarded)
+    request_rows(1000, guarded)
     before = used()
-    ask(5000, guarded)
-    ask(5000, tier)
+    request_rows(5000, guarded)
+    request_rows(5000, tier)
     after = used()
     assert after[0] - before[0] < 8
     assert after[1] <= before[1]
@@ -328,27 +330,27 @@ def open_and_fetch(path: Path, access) -> None:
 
 
 @pytest.mark.parametrize("file", ["CURRENT", "MANIFEST-*", "*.sst"])
-@pytest.mark.parametrize("how", ["missing", "truncated", "empty", "garbage"])
+@pytest.mark.parametrize("fault", ["missing", "truncated", "empty", "garbage"])
 @pytest.mark.parametrize("access", ["primary", "read_only", "secondary"])
-def test_broken_folder_is_reported_with_a_remedy_and_unchanged(tmp_path, file, how, access):
+def test_broken_folder_is_reported_with_a_remedy_and_unchanged(tmp_path, file, fault, access):
     tier = RocksDbTier(tmp_path)
     load(tier, ITEMS, np.arange(5000))
     insert(tier, OTHER, range(10))
     tier.close()
     for path in tmp_path.glob(file):
         data = path.read_bytes()
-        if how == "missing":
+        if fault == "missing":
             path.unlink()
-        elif how == "garbage":
+        elif fault == "garbage":
             path.write_bytes(os.urandom(len(data)))
         else:
-            path.write_bytes(data[: len(data) // 2] if how == "truncated" else b"")
+            path.write_bytes(data[: len(data) // 2] if fault == "truncated" else b"")
     tables = {p.name: p.stat().st_size for p in tmp_path.glob("*.sst")}
     with pytest.raises(TierError) as caught:
         open_and_fetch(tmp_path, access)
-    said = str(caught.value)
-    assert str(tmp_path) in said
-    assert "is damaged: " in said
-    assert "run `hps store verify --repair`" in said
-    assert "restore the folder from a checkpoint, or remove it" in said
+    message = str(caught.value)
+    assert str(tmp_path) in message
+    assert "is damaged: " in message
+    assert "run `hps store verify --repair`" in message
+    assert "restore the folder from a checkpoint, or remove it" in message
     assert {p.name: p.stat().st_size for p in tmp_path.glob("*.sst")} == tables

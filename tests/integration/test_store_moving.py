@@ -221,8 +221,8 @@ def takes_the_place_of_hps(folder: Path) -> None:
     assert written.name == theirs.name
     assert written.max_batch_size == theirs.max_batch_size
 
-    def tensors(of: Any) -> dict[str, tuple[int, list[int]]]:
-        return {each.name: (each.data_type, list(each.dims)) for each in of}
+    def tensors(declared: Any) -> dict[str, tuple[int, list[int]]]:
+        return {each.name: (each.data_type, list(each.dims)) for each in declared}
 
     assert tensors(theirs.input).items() <= tensors(written.input).items()
     assert tensors(theirs.output).items() <= tensors(written.output).items()
@@ -275,10 +275,10 @@ def test_converted_rows_equal_rows_of_hps(folder: Path, server: RedisServer) -> 
     with hps.open("native.yaml") as node:
         for table in TABLES:
             keys = np.array([*KEYS.tolist(), STREAMED])
-            found = node.lookup("ctr", {table: keys}, by_table=True)
-            assert found.defaulted == 0
-            want = stored(table)
-            assert [v.tobytes() for v in found.vectors[table]] == [want[int(k)] for k in keys]
+            result = node.lookup("ctr", {table: keys}, by_table=True)
+            assert result.defaulted == 0
+            expected = stored(table)
+            assert [v.tobytes() for v in result.vectors[table]] == [expected[int(k)] for k in keys]
     entries = printed("store", "get", "ctr", "user", UPDATED, STREAMED, "--config", "native.yaml")
     (version,) = {entry["version"] for entry in entries["rows"]}
     assert version > 0

@@ -275,13 +275,13 @@ def test_batched_results_are_bit_identical_to_single_ones(make_world, delay_s):
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(batched.lookup, submitted))
     assert max(seen) > 1
-    for mine, expected in zip(answers, alone, strict=True):
-        assert mine.defaulted == expected.defaulted
+    for answer, expected in zip(answers, alone, strict=True):
+        assert answer.defaulted == expected.defaulted
         for report in ("vectors", "sources", "versions"):
-            got, wanted = getattr(mine, report), getattr(expected, report)
-            assert got.keys() == wanted.keys()
-            for name, values in wanted.items():
-                np.testing.assert_array_equal(got[name], values, strict=True)
+            actual, reference = getattr(answer, report), getattr(expected, report)
+            assert actual.keys() == reference.keys()
+            for name, values in reference.items():
+                np.testing.assert_array_equal(actual[name], values, strict=True)
 
 
 def held(world, batched):

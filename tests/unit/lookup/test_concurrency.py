@@ -73,16 +73,16 @@ class World:
         while not self.stop.is_set():
             keys = (rng.zipf(1.3, 40) % KEYS).astype(np.int64)
             due = self.settled[keys]
-            found = self.engine.lookup(
+            result = self.engine.lookup(
                 LookupRequest({"f": JaggedKeys(keys, len(keys))}, want_source=True)
             )
-            self.check(keys, due, found)
+            self.check(keys, due, result)
 
-    def check(self, keys, due, found):
+    def check(self, keys, due, result):
         waits = self.table.miss.kind == "wait"
         answers = zip(
-            keys.tolist(), due.tolist(), found.vectors["f"], found.sources["f"].tolist(),
-            found.versions["f"].tolist(), strict=True,
+            keys.tolist(), due.tolist(), result.vectors["f"], result.sources["f"].tolist(),
+            result.versions["f"].tolist(), strict=True,
         )  # fmt: skip
         for key, settled, vector, source, version in answers:
             self.seen[Source(source)] += 1

@@ -150,8 +150,8 @@ def test_engine_equals_reference(case):
         assert result.sources[f.name].tolist() == [source for _, source, _ in found]
         assert result.versions[f.name].tolist() == [version for _, _, version in found]
         defaulted += sum(source == Source.DEFAULT for _, source, _ in found)
-        want = pooled([r for r, _, _ in found], lengths, keys.weights, f.pooling, f.table.dim)
-        np.testing.assert_allclose(result.vectors[f.name], want, rtol=1e-5, atol=1e-5)
+        expected = pooled([r for r, _, _ in found], lengths, keys.weights, f.pooling, f.table.dim)
+        np.testing.assert_allclose(result.vectors[f.name], expected, rtol=1e-5, atol=1e-5)
         assert result.vectors[f.name].dtype == np.float32
     assert result.defaulted == defaulted
     assert len(promoted) == len(set(promoted))

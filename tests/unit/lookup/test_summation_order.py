@@ -129,8 +129,8 @@ def answers(world, keys):
     out = np.empty((keys.batch, world.table.dim), world.table.dtype)
     yield "in the caller's array", ask(out={"pooled": out})
     neighbour = {"neighbour": keys, "pooled": keys}
-    found = world.engine.lookup(LookupRequest(neighbour, want_source=True)).vectors
-    yield "with another feature of the table", found["pooled"]
+    result = world.engine.lookup(LookupRequest(neighbour, want_source=True)).vectors
+    yield "with another feature of the table", result["pooled"]
     half = JaggedKeys(keys.keys[:0], 0, None if keys.offsets is None else keys.offsets[:1])
     if keys.weights is not None:
         half = JaggedKeys(half.keys, 0, half.offsets, keys.weights[:0])

@@ -112,8 +112,8 @@ def test_open_accepts_every_form_of_configuration(folder, kind):
         path.write_text(json.dumps(data))
         data = path
     with hps.open(data) as node:
-        found = node.lookup("clicks", {"user": [3]})
-        np.testing.assert_array_equal(found.vectors["user"], rows([3], 4))
+        result = node.lookup("clicks", {"user": [3]})
+        np.testing.assert_array_equal(result.vectors["user"], rows([3], 4))
 
 
 def test_second_start_does_not_load_rows_again(folder):
@@ -279,8 +279,8 @@ def test_ps_json_model_is_served(tmp_path):
     data = Settings(**settings(tmp_path, models={"serve": {"old": {"max_batch_size": 3}}}))
     for _ in range(2):
         with hps.open(Configuration(settings=data, legacy=(legacy,))) as node:
-            found = node.lookup("old", {"users": [4, 99]})
-            np.testing.assert_array_equal(found.vectors["users"], [rows([4], 4)[0], [-1] * 4])
+            result = node.lookup("old", {"users": [4, 99]})
+            np.testing.assert_array_equal(result.vectors["users"], [rows([4], 4)[0], [-1] * 4])
             with pytest.raises(BadRequest, match="<= 3 for 'old', got 4"):
                 node.lookup("old", {"users": [1, 2, 3, 4]})
 
@@ -347,10 +347,10 @@ def test_cache_is_warmed_from_the_start_of_the_files(folder):
         assert 100 <= held <= 128
         assert cached(node, "items") == 0
         first = np.arange(-500, -500 + 128)
-        found = node.lookup("clicks", {"user": [*first, 0]}, want_source=True)
-        assert (found.sources["user"][:128] == Source.CPU).sum() == held
-        assert found.sources["user"][128] == Source.ROCKSDB
-        np.testing.assert_array_equal(found.vectors["user"], rows([*first, 0], 4))
+        result = node.lookup("clicks", {"user": [*first, 0]}, want_source=True)
+        assert (result.sources["user"][:128] == Source.CPU).sum() == held
+        assert result.sources["user"][128] == Source.ROCKSDB
+        np.testing.assert_array_equal(result.vectors["user"], rows([*first, 0], 4))
         node.lookup("clicks", {"item": [1]})
         assert node.writer.flush(60)
         assert cached(node, "items") == 0  # kept out of the cache
@@ -374,8 +374,8 @@ def test_node_without_a_cache_serves_from_the_store(folder):
     tiers = {"cpu_cache": {"enabled": False}, "rocksdb": {"path": str(folder / "db")}}
     with hps.open(settings(folder, tiers=tiers)) as node:
         for _ in range(2):
-            found = node.lookup("clicks", {"user": [3]}, want_source=True)
-            assert found.sources["user"].tolist() == [Source.ROCKSDB]
+            result = node.lookup("clicks", {"user": [3]}, want_source=True)
+            assert result.sources["user"].tolist() == [Source.ROCKSDB]
             assert node.writer.flush(60)
         assert [tier["name"] for tier in node.status()["tiers"]] == ["rocksdb"]
 
@@ -411,9 +411,9 @@ def test_warm_up_does_not_restore_overwritten_rows(folder, layout):
         store.delete(table, np.array([4]), np.array([version_now()], np.uint64))
     with hps.open(settings(folder, tiers=tiers)) as node:
         assert cached(node) > 900
-        found = node.lookup("clicks", {"user": [3, 4, 5]}, want_source=True)
+        result = node.lookup("clicks", {"user": [3, 4, 5]}, want_source=True)
         np.testing.assert_array_equal(
-            found.vectors["user"], np.vstack([new, [[-1] * 4], rows([5], 4)])
+            result.vectors["user"], np.vstack([new, [[-1] * 4], rows([5], 4)])
         )
 
 
@@ -428,9 +428,9 @@ def test_warm_up_uses_the_last_row_of_a_repeated_key(tmp_path):
     for _ in range(2):
         with hps.open(settings(tmp_path, models={"serve": serve})) as node:
             assert cached(node, model="twice") > 400
-            found = node.lookup("twice", {"users": np.arange(200)})
-            np.testing.assert_array_equal(found.vectors["users"][:100], np.full((100, 4), 77))
-            np.testing.assert_array_equal(found.vectors["users"][100:], vectors[100:200])
+            result = node.lookup("twice", {"users": np.arange(200)})
+            np.testing.assert_array_equal(result.vectors["users"][:100], np.full((100, 4), 77))
+            np.testing.assert_array_equal(result.vectors["users"][100:], vectors[100:200])
 
 
 def test_default_then_promote_by_override(folder):
@@ -479,8 +479,8 @@ def _bags(bags):
     ],
 )
 def test_lookup_accepts_every_kind_of_keys(opened, keys):
-    found = opened.lookup("clicks", {"user": keys})
-    np.testing.assert_array_equal(found.vectors["user"], rows([3, -4], 4))
+    result = opened.lookup("clicks", {"user": keys})
+    np.testing.assert_array_equal(result.vectors["user"], rows([3, -4], 4))
 
 
 @pytest.mark.parametrize("keys", [[1.5], ["a"], [[1.5], [2, 3]], [2**64], None, [-1, 2**64]])
@@ -506,9 +506,9 @@ class Tensor:
 
 def test_lookup_accepts_dlpack_keys_and_out_arrays(opened):
     out = np.zeros((2, 4), np.float32)
-    found = opened.lookup("clicks", {"user": Tensor(np.array([3, 4]))}, out={"user": Tensor(out)})
+    result = opened.lookup("clicks", {"user": Tensor(np.array([3, 4]))}, out={"user": Tensor(out)})
     np.testing.assert_array_equal(out, rows([3, 4], 4))
-    assert np.shares_memory(found.vectors["user"], out)
+    assert np.shares_memory(result.vectors["user"], out)
 
 
 @pytest.mark.parametrize(
@@ -626,12 +626,12 @@ def test_lookup_over_many_tables(tmp_path):
     write_version(tmp_path / "models", spec, 1, data)
     for _ in range(2):
         with hps.open(settings(tmp_path)) as node:
-            found = node.lookup("wide", {t.name: [3, 99] for t in tables})
+            result = node.lookup("wide", {t.name: [3, 99] for t in tables})
             for i, table in enumerate(tables):
                 np.testing.assert_array_equal(
-                    found.vectors[table.name], [rows([3], 4, i)[0], [i] * 4]
+                    result.vectors[table.name], [rows([3], 4, i)[0], [i] * 4]
                 )
-            assert found.defaulted == 50
+            assert result.defaulted == 50
 
 
 def test_database_loaded_by_another_program_is_served_unchanged(folder):
@@ -644,8 +644,8 @@ def test_database_loaded_by_another_program_is_served_unchanged(folder):
     (folder / "models/clicks/1/manifest.json").unlink()
     with hps.open(settings(folder, tiers=tiers)) as node:
         assert cached(node) > 900
-        found = node.lookup("clicks", {"user": np.arange(-500, 500)}, want_source=True)
-        np.testing.assert_array_equal(found.vectors["user"], rows(np.arange(-500, 500), 4))
+        result = node.lookup("clicks", {"user": np.arange(-500, 500)}, want_source=True)
+        np.testing.assert_array_equal(result.vectors["user"], rows(np.arange(-500, 500), 4))
 
 
 @pytest.mark.parametrize(("layout", "load"), [("native", False), ("hps", False), ("hps", True)])
@@ -691,11 +691,11 @@ def test_restarted_node_is_warmed_with_hot_rows(folder, tmp_path):
     hot = [100, 200, 300]
     for start in range(2):
         with hps.open(settings(folder, **json.loads(json.dumps(chosen)))) as node:
-            found = node.lookup("clicks", {"user": hot}, want_source=True)
+            result = node.lookup("clicks", {"user": hot}, want_source=True)
             assert node.writer.flush(60)
             expected = Source.CPU if start else Source.ROCKSDB
-            assert (found.sources["user"] == expected).all()
-            np.testing.assert_array_equal(found.vectors["user"], rows(hot, 4))
+            assert (result.sources["user"] == expected).all()
+            np.testing.assert_array_equal(result.vectors["user"], rows(hot, 4))
             node.lookup("clicks", {"user": hot})
             (reported,) = node.hot_keys("clicks", "users", 16)
             assert reported["table"] == "users"

@@ -57,10 +57,10 @@ def node(settings):
 
 
 def value(node, key=7):
-    found = node.lookup("words", {"left": [key], "right": [key]})
-    assert found.vectors["left"][0, 0] == found.vectors["right"][0, 0]
-    assert not found.degraded
-    return float(found.vectors["left"][0, 0])
+    result = node.lookup("words", {"left": [key], "right": [key]})
+    assert result.vectors["left"][0, 0] == result.vectors["right"][0, 0]
+    assert not result.degraded
+    return float(result.vectors["left"][0, 0])
 
 
 def families(node):
@@ -104,8 +104,8 @@ def test_hot_keys_of_the_served_version_are_cached_at_a_load(node, repository):
     hot, _ = node.hot_keys("words", "left", 250)[0]["keys"], None
     write(repository, 2)
     node.load("words")
-    found = node.lookup("words", {"left": hot}, want_source=True)
-    assert np.mean(found.sources["left"] == hps.Source.CPU) > 0.9
+    result = node.lookup("words", {"left": hot}, want_source=True)
+    assert np.mean(result.sources["left"] == hps.Source.CPU) > 0.9
 
 
 def test_lookup_in_flight_finishes_on_its_version(node, repository):
@@ -124,9 +124,9 @@ def test_lookup_in_flight_finishes_on_its_version(node, repository):
     cold = [
         key for key in range(ROWS) if key not in node.hot_keys("words", "left", ROWS)[0]["keys"]
     ]
-    found = []
+    results = []
     client = threading.Thread(
-        target=lambda: found.append(node.lookup("words", {"left": cold[:1]}, timeout_s=60))
+        target=lambda: results.append(node.lookup("words", {"left": cold[:1]}, timeout_s=60))
     )
     node.control._stores.statuses[0].tier._deadline_s = 60
     client.start()
@@ -136,8 +136,8 @@ def test_lookup_in_flight_finishes_on_its_version(node, repository):
     assert cached(node) == {1, 2}
     gate.set()
     client.join()
-    assert found[0].vectors["left"][0, 0] == 1000 + cold[0]
-    found.clear()
+    assert results[0].vectors["left"][0, 0] == 1000 + cold[0]
+    results.clear()
     settled(node)
     assert cached(node) == {2}
 
@@ -152,13 +152,13 @@ def test_lookups_while_versions_change(node, repository):
         while not ended.is_set():
             keys = rng.integers(0, ROWS, 40)
             try:
-                found = node.lookup("words", {"left": keys, "right": keys})
-                both = {int(v) for n in found.vectors for v in found.vectors[n][:, 0] - keys}
+                result = node.lookup("words", {"left": keys, "right": keys})
+                both = {int(v) for n in result.vectors for v in result.vectors[n][:, 0] - keys}
             except Exception as error:
                 wrong.append(error)
                 return
             count[0] += 1
-            if both not in ({1000}, {2000}) or found.defaulted or found.degraded:
+            if both not in ({1000}, {2000}) or result.defaulted or result.degraded:
                 wrong.append(both)
 
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(3)]

@@ -28,8 +28,8 @@ def table(bits: int = 64, **given) -> EmbeddingTable:
     return EmbeddingTable.make("t", 2, key_bits=bits, **given)
 
 
-def read(path, of):
-    keys, vectors = zip(*open_dump(path).read(of), strict=True)
+def read(path, table):
+    keys, vectors = zip(*open_dump(path).read(table), strict=True)
     return np.concatenate(keys), np.concatenate(vectors)
 
 
@@ -120,29 +120,29 @@ def test_failed_dump_keeps_old_file(tmp_path):
 
 
 def test_large_dumps_are_streamed(tmp_path):
-    of = EmbeddingTable.make("t", 64)
+    dumped = EmbeddingTable.make("t", 64)
     keys = np.random.default_rng(1).permutation(50_000)
     rows = np.repeat(keys[:, None], 64, 1).astype(np.float32)
-    write_dump(tmp_path / "t.bin", of, [(keys, rows)])
+    write_dump(tmp_path / "t.bin", dumped, [(keys, rows)])
     sizes, progress = [], []
-    for found, vectors in open_dump(tmp_path / "t.bin").read(of, progress.append):
+    for found, vectors in open_dump(tmp_path / "t.bin").read(dumped, progress.append):
         assert (vectors == found[:, None]).all()
         sizes.append(len(found))
     assert sum(sizes) == sum(progress) == 50_000
-    assert max(sizes) * of.dim * 4 < 5 << 20
+    assert max(sizes) * dumped.dim * 4 < 5 << 20
 
 
 @pytest.mark.parametrize("layout", ["native", "hps"])
 @pytest.mark.parametrize("bits", [32, 64])
 def test_dump_of_store_round_trips(tmp_path, layout, bits):
-    of = table(bits)
+    dumped = table(bits)
     keys = np.array([3, 2**31, 258, 0, 1])
     rows = np.arange(10, dtype=np.float32).reshape(-1, 2)
     store = RocksDbTier(tmp_path / "db", layout=layout)
-    store.insert(of, keys, rows, np.full(5, 9, np.uint64))
-    write_dump(tmp_path / "t.bin", of, ((k, v) for k, v, _ in store.scan(of)))
+    store.insert(dumped, keys, rows, np.full(5, 9, np.uint64))
+    write_dump(tmp_path / "t.bin", dumped, ((k, v) for k, v, _ in store.scan(dumped)))
     store.close()
-    found, vectors = read(tmp_path / "t.bin", of)
+    found, vectors = read(tmp_path / "t.bin", dumped)
     order, stored_order = np.argsort(keys), np.argsort(found)
     assert found[stored_order].tolist() == keys[order].tolist()
     assert vectors[stored_order].tolist() == rows[order].tolist()

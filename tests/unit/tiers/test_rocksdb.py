@@ -31,8 +31,10 @@ def table(name: str = "items", **settings) -> EmbeddingTable:
     return EmbeddingTable.make(name, DIM, model="ctr", version=7, **settings)
 
 
-def fetch(tier: RocksDbTier, of: EmbeddingTable, keys: np.ndarray) -> Part:
-    part = Part.make(of, np.asarray(keys, np.int64), np.full((len(keys), of.dim), -1, of.dtype))
+def fetch(tier: RocksDbTier, table: EmbeddingTable, keys: np.ndarray) -> Part:
+    part = Part.make(
+        table, np.asarray(keys, np.int64), np.full((len(keys), table.dim), -1, table.dtype)
+    )
     tier.fetch([part], FetchContext())
     return part
 

@@ -24,22 +24,22 @@ def table(name: str = "items") -> EmbeddingTable:
     return EmbeddingTable.make(name, DIM, model="ctr", version=7)
 
 
-def put(tier: RocksDbTier, of: EmbeddingTable, keys: list[int], value: float) -> None:
+def put(tier: RocksDbTier, table: EmbeddingTable, keys: list[int], value: float) -> None:
     rows = np.full((len(keys), DIM), value, np.float32)
-    tier.insert(of, np.array(keys), rows, np.full(len(keys), version_now(), np.uint64))
+    tier.insert(table, np.array(keys), rows, np.full(len(keys), version_now(), np.uint64))
 
 
-def fetch(tier: RocksDbTier, of: EmbeddingTable, keys: list[int]) -> list[float]:
+def fetch(tier: RocksDbTier, table: EmbeddingTable, keys: list[int]) -> list[float]:
     """Return the rows' first values, -1 for missing rows."""
-    part = Part.make(of, np.array(keys), np.full((len(keys), DIM), -1, np.float32))
+    part = Part.make(table, np.array(keys), np.full((len(keys), DIM), -1, np.float32))
     tier.fetch([part], FetchContext())
     return part.out[:, 0].tolist()
 
 
-def load(tier: RocksDbTier, of: EmbeddingTable, keys: list[int], value: float) -> None:
-    codes = tier.codes(of, np.array(keys))
+def load(tier: RocksDbTier, table: EmbeddingTable, keys: list[int], value: float) -> None:
+    codes = tier.codes(table, np.array(keys))
     rows = np.full((len(keys), DIM), value, np.float32)
-    tier.bulk_load(of, [(codes, rows)], LoadRecord(f"{value}"))
+    tier.bulk_load(table, [(codes, rows)], LoadRecord(f"{value}"))
 
 
 @pytest.fixture
@@ -198,9 +198,9 @@ def test_database_opened_by_hps_is_read_in_place(tmp_path, access, bits, form):
     family.flush()
     family[struct.pack(form, 7)] = np.full(DIM, 7, np.float32).tobytes()
     reader = RocksDbTier(tmp_path, layout="hps", access=access)
-    of = EmbeddingTable.make("items", DIM, model="ctr", version=7, key_bits=bits)
-    assert fetch(reader, of, [7, 2**31, 2, 258, 1]) == [7.0, 2.0**31, -1.0, 258.0, 1.0]
-    assert sorted(k for chunk in reader.scan(of) for k in chunk.keys.tolist()) == [
+    items = EmbeddingTable.make("items", DIM, model="ctr", version=7, key_bits=bits)
+    assert fetch(reader, items, [7, 2**31, 2, 258, 1]) == [7.0, 2.0**31, -1.0, 258.0, 1.0]
+    assert sorted(k for chunk in reader.scan(items) for k in chunk.keys.tolist()) == [
         1, 7, 258, 2**31,
     ]  # fmt: skip
     reader.close()

@@ -30,13 +30,13 @@ ITEMS = EmbeddingTable.make("items", DIM, model="ctr", version=7)
 USERS = EmbeddingTable.make("users", DIM, model="ctr", version=7)
 
 
-def put(tier, of, keys, value):
+def put(tier, table, keys, value):
     rows = np.full((len(keys), DIM), value, np.float32)
-    tier.insert(of, np.asarray(keys), rows, np.full(len(keys), version_now(), np.uint64))
+    tier.insert(table, np.asarray(keys), rows, np.full(len(keys), version_now(), np.uint64))
 
 
-def fetch(tier, of, keys):
-    part = Part.make(of, np.asarray(keys), np.full((len(keys), DIM), -1, np.float32))
+def fetch(tier, table, keys):
+    part = Part.make(table, np.asarray(keys), np.full((len(keys), DIM), -1, np.float32))
     tier.fetch([part], FetchContext())
     return part.out[:, 0].tolist()
 

@@ -37,13 +37,13 @@ def rows(versions):
     return np.repeat(np.array(versions, np.float32)[:, None], DIM, 1)
 
 
-def insert(tier, keys, versions, of=ITEMS):
-    tier.insert(of, np.array(keys), rows(versions), np.array(versions, np.uint64))
+def insert(tier, keys, versions, table=ITEMS):
+    tier.insert(table, np.array(keys), rows(versions), np.array(versions, np.uint64))
 
 
-def stored(tier, keys, of=ITEMS):
+def stored(tier, keys, table=ITEMS):
     """Return the version of each key's row; 0 without a row."""
-    part = Part.make(of, np.array(keys))
+    part = Part.make(table, np.array(keys))
     tier.fetch([part], FetchContext())
     found = part.source > 0
     np.testing.assert_array_equal(part.out[found], rows(part.versions[found]))

@@ -29,8 +29,8 @@ def at(offset: int, partition: int = 0) -> StreamPosition:
     return StreamPosition("updates", partition, offset)
 
 
-def first_values(tier, keys, of=ITEMS):
-    part = Part.make(of, np.asarray(keys), np.full((len(keys), 2), -1, np.float32))
+def first_values(tier, keys, table=ITEMS):
+    part = Part.make(table, np.asarray(keys), np.full((len(keys), 2), -1, np.float32))
     tier.fetch([part], FetchContext())
     return part.out[:, 0].tolist()
 

@@ -23,11 +23,11 @@ ROWS = 1000
 NONE, NO_VERSIONS = np.empty(0, np.int64), np.empty(0, np.uint64)
 
 
-def apply(tier: RocksDbTier, of: EmbeddingTable, key: int, offset: int) -> None:
+def apply(tier: RocksDbTier, table: EmbeddingTable, key: int, offset: int) -> None:
     """Apply one row, and the stream position ``offset``."""
     row, version = np.full((1, 8), key, np.float32), np.array([offset], np.uint64)
     changes = TableChanges(np.array([key]), row, version, NONE, NO_VERSIONS)
-    tier.apply(of, changes, [StreamPosition("stream", 0, offset)])
+    tier.apply(table, changes, [StreamPosition("stream", 0, offset)])
 
 
 def write_and_die(path: str, kind: str) -> None:
@@ -102,8 +102,8 @@ DAMAGE = {"cut": cut, "cut between": cut_between_records, "flipped": flip, "dele
 def keys_with_rows(tier: RocksDbTier) -> np.ndarray:
     """Return a mask of the keys 0 to 999 that have their row."""
     found = np.zeros(ROWS, bool)
-    for of, keys in ((A, np.arange(0, ROWS, 2)), (B, np.arange(1, ROWS, 2))):
-        part = Part.make(of, keys)
+    for table, keys in ((A, np.arange(0, ROWS, 2)), (B, np.arange(1, ROWS, 2))):
+        part = Part.make(table, keys)
         tier.fetch([part], FetchContext())
         found[keys] = part.source > 0
         assert (part.out[found[keys], 0] == keys[found[keys]]).all()
@@ -150,8 +150,8 @@ def test_accepted_loss_is_counted_and_positions_stay_behind_rows(folder, how, ca
     counted = tier.figures().lost_writes
     assert 2 * lost <= counted <= (2 * ROWS if how == "flipped" else 2 * lost) + 20
     assert "acknowledged writes are missing" in caplog.text
-    for of in (A, B):
-        applied = tier.applied(of, "stream", 0) or 0
+    for table in (A, B):
+        applied = tier.applied(table, "stream", 0) or 0
         assert found[:applied].all()
     tier.close()
     again = RocksDbTier(path)
@@ -168,7 +168,7 @@ def test_positions_are_reset_when_rows_after_the_lost_ones_exist(folder, how):
     found = keys_with_rows(tier)
     assert 0 < np.count_nonzero(~found) < 100
     assert found[-1]
-    assert [tier.applied(of, "stream", 0) for of in (A, B)] == [None, None]
+    assert [tier.applied(table, "stream", 0) for table in (A, B)] == [None, None]
     # What the log said of A's highest version may be gone with it: an older row is still refused.
     apply(tier, A, 998, 3)
     part = Part.make(A, np.array([998]))

@@ -10,8 +10,8 @@ from hps.types import EmbeddingTable, make_version, version_now
 ITEMS = EmbeddingTable.make("items", 4)
 
 
-def scanned(tier, of=ITEMS):
-    chunks = list(tier.scan(of))
+def scanned(tier, table=ITEMS):
+    chunks = list(tier.scan(table))
     return [np.concatenate([c[i] for c in chunks]) for i in range(3)]
 
 

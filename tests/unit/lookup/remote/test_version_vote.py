@@ -10,8 +10,8 @@ from hps.lookup.remote.version_vote import VersionVote
 
 
 def node(standing="ready", former=(), late=False, **models):
-    reported = {of: ServedVersion(0, False) for of in models.items()}
-    reported |= {of: ServedVersion(0, True) for of in former}
+    reported = {version: ServedVersion(0, False) for version in models.items()}
+    reported |= {version: ServedVersion(0, True) for version in former}
     return SimpleNamespace(
         standing=standing, may_serve=standing == "ready" or late, models=reported
     )

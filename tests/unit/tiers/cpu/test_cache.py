@@ -310,8 +310,8 @@ def test_large_batches_read_whole_rows_during_writes():
             part = Part.make(table, keys)
             cache.fetch([part], FetchContext())
             at = np.flatnonzero(part.source)
-            wanted = (keys[at] * 64 + part.versions[at].astype(np.int64)).astype(np.float32)
-            assert (part.out[at] == wanted[:, None]).all()
+            expected = (keys[at] * 64 + part.versions[at].astype(np.int64)).astype(np.float32)
+            assert (part.out[at] == expected[:, None]).all()
             found += len(at)
         return found
 

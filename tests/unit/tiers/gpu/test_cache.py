@@ -592,12 +592,12 @@ def marked_rows(xp, keys, sequence, dim=DIM):
     return rows
 
 
-def read(cache, table, of, started, stop, wrong, found, seed, defines):
+def read(cache, table, key_count, started, stop, wrong, found, seed, defines):
     """Fetch again and again on a stream of this thread; count rows that are not of one piece."""
     cp = cupy()
     rng = np.random.default_rng(seed)
     with cp.cuda.Stream(non_blocking=True) as stream:
-        keys = cp.asarray(rng.integers(0, of, BATCH))
+        keys = cp.asarray(rng.integers(0, key_count, BATCH))
         out = cp.empty((BATCH, DIM), np.float32)
         misses = cp.empty(4 + BATCH, np.uint32)
         total, bad = cp.zeros((), np.int64), cp.zeros((), np.int64)
@@ -617,12 +617,12 @@ def read(cache, table, of, started, stop, wrong, found, seed, defines):
         found.append(int(total))
 
 
-def read_versions(cache, table, of, started, stop, wrong, found, seed, _defines):
+def read_versions(cache, table, key_count, started, stop, wrong, found, seed, _defines):
     """As `read`, as a tier: rows that are not of one piece with the version that came with them count too."""
     cp = cupy()
     rng = np.random.default_rng(seed)
     with cp.cuda.Stream(non_blocking=True) as stream:
-        keys = cp.asarray(rng.integers(0, of, BATCH))
+        keys = cp.asarray(rng.integers(0, key_count, BATCH))
         part, everything = part_of(table, keys), np.arange(BATCH)
         rows = part.out.view(np.uint32)
         total, bad = cp.zeros((), np.int64), cp.zeros((), np.int64)
@@ -644,7 +644,7 @@ def read_versions(cache, table, of, started, stop, wrong, found, seed, _defines)
         found.append(int(total))
 
 
-def write(cache, table, of, until):
+def write(cache, table, key_count, until):
     """Inserts that drop rows, updates, deletions, evictions of random keys."""
     cp = cupy()
     rng = np.random.default_rng(9)
@@ -652,7 +652,7 @@ def write(cache, table, of, until):
     with cp.cuda.Stream(non_blocking=True):
         while time.monotonic() < until:
             sequence += 1
-            keys = cp.asarray(rng.integers(0, of, min(6000, of // 20)))
+            keys = cp.asarray(rng.integers(0, key_count, min(6000, key_count // 20)))
             versions = cp.full(len(keys), NOW + sequence, np.uint64)
             rows = marked_rows(cp, keys, sequence, table.dim).view(np.float32)
             cache.insert(table, keys, rows, versions)
@@ -663,13 +663,13 @@ def write(cache, table, of, until):
     return sequence
 
 
-def race(cache, table, seconds, defines=(), read=read, of=KEYS):
+def race(cache, table, seconds, defines=(), read=read, key_count=KEYS):
     """Observations of three readers of so many keys: rounds of the writer, wrong rows, rows found."""
     started = threading.Semaphore(0)
     stop, wrong, found = threading.Event(), [], []
     readers = [
         threading.Thread(
-            target=read, args=(cache, table, of, started, stop, wrong, found, seed, defines)
+            target=read, args=(cache, table, key_count, started, stop, wrong, found, seed, defines)
         )
         for seed in range(3)
     ]
@@ -677,7 +677,7 @@ def race(cache, table, seconds, defines=(), read=read, of=KEYS):
         reader.start()
     for _ in range(3 * len(readers)):  # compiled and running
         assert started.acquire(timeout=60)
-    rounds = write(cache, table, of, time.monotonic() + seconds)
+    rounds = write(cache, table, key_count, time.monotonic() + seconds)
     stop.set()
     for reader in readers:
         reader.join()
@@ -713,7 +713,7 @@ def test_concurrent_readers_see_versions_of_their_rows(defines, monkeypatch):
     monkeypatch.setattr(fetch_module, "FetchKernels", slow)
     table = EmbeddingTable.make("t", 8)
     cache = GpuCache({table: 2048})
-    rounds, wrong, found = race(cache, table, 6.0, read=read_versions, of=4096)
+    rounds, wrong, found = race(cache, table, 6.0, read=read_versions, key_count=4096)
     assert wrong == 0
     assert rounds > 100
     assert found > 10 * KEYS
