@@ -136,6 +136,11 @@ def test_info_of_chain_combines_its_tiers(log):
     assert not info.cache
 
 
+def test_source_of_chain_is_that_of_its_first_tier():
+    infos = [TierInfo("cpu", Source.MEMORY), TierInfo("redis", Source.REDIS)]
+    assert TierChain([MemoryTier(info) for info in infos]).info.source == Source.MEMORY
+
+
 def test_tiers_of_different_memories_are_rejected(log):
     tiers = [Recorder("gpu", log, memory="cuda"), Recorder("cpu", log)]
     with pytest.raises(ConfigError, match=r"gpu in cuda memory, cpu in host memory"):

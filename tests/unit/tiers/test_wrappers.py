@@ -186,6 +186,12 @@ def test_tier_gets_earlier_deadline(store):
     assert store.deadline == near
 
 
+def test_later_deadline_of_request_does_not_extend_that_of_tier(store):
+    before = time.monotonic()
+    fetch(guard(store, deadline_s=30.0), FetchContext(before + 60))
+    assert before + 30 <= store.deadline <= time.monotonic() + 30
+
+
 def test_large_fetch_gets_more_time():
     """Ten times the keys take a healthy tier ten times as long."""
     store = Store(blocking=True)
@@ -226,6 +232,13 @@ def test_writes_are_never_skipped(store):
     assert store.size(TABLE) == 5
     with pytest.raises(BadRequest):
         guarded.insert(TABLE, np.array([9]), ROWS[:2], VERSIONS[:1])
+
+
+def test_updates_reach_the_inner_tier(store):
+    guard(store).update(TABLE, KEYS[:1], ROWS[1:2], VERSIONS[:1] + 1)
+    part, _ = fetch(store)
+    assert part.out[0].tolist() == ROWS[1].tolist()
+    assert part.versions[0] == VERSIONS[0] + 1
 
 
 # -- late answers: only of tiers that block --------------------------------------------------------

@@ -31,6 +31,18 @@ def test_encode_hps_rejects_what_the_format_cannot_hold(keys, vectors, options, 
         encode_hps(keys, vectors, **options)
 
 
+def test_encode_hps_accepts_lowest_and_highest_key_of_32_bits():
+    keys = np.array([0, 2**32 - 1])
+    messages = encode_hps(keys, np.zeros((2, 2), np.float32), key_bits=32)
+    decoded = decode_hps(messages, "t", 2, timestamps_ms=[NOW], offsets=[0], key_bits=32)
+    assert decoded.updates[0].changes.keys.tolist() == keys.tolist()
+
+
+def test_row_that_fills_a_message_exactly_is_encoded():
+    (message,) = encode_hps(np.zeros(1, int), np.zeros((1, 2), np.float32), full=24)
+    assert len(message) == 24
+
+
 @pytest.mark.parametrize("table", ["", "a b", "täble", "a\n", "x" * 65_536])
 def test_encode_native_rejects_table_names_with_spaces_or_non_ascii(table):
     with pytest.raises(ValueError, match="printable ASCII"):
@@ -54,6 +66,15 @@ def test_encode_rejects_arrays_of_mismatched_shapes():
         encode_native("m/t", short, event_ms=NOW)
     with pytest.raises(ValueError, match="104 bytes, but at most 90"):
         encode_native("m/t", changes(1, 0, 4), event_ms=NOW, full=90)
+
+
+@pytest.mark.parametrize("deleted", [np.zeros(2, np.int32), np.zeros((2, 1), np.int64)])
+def test_encode_native_rejects_deleted_keys_of_wrong_dtype_or_shape(deleted):
+    versions = np.zeros(deleted.shape, np.uint64)
+    valid = changes()
+    wrong = TableChanges(valid.keys, valid.vectors, valid.versions, deleted, versions)
+    with pytest.raises(ValueError, match=r"keys must be \(n,\) int64"):
+        encode_native("m/t", wrong, event_ms=NOW)
 
 
 def test_strided_arrays_are_encoded_like_contiguous_ones():
