@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from hps.observability.metric_spec import SECONDS_BUCKETS
 
 # Observations that a histogram has not yet sorted into buckets: single ones, and arrays.
-_NOTES = 512
-_VALUES = 4096
+_MAX_OBSERVATIONS = 512
+_MAX_ARRAY_VALUES = 4096
 
 
 # One lock for all counters: it is held for a fraction of a microsecond, and never while waiting.
-_counting = threading.Lock()
+_counter_lock = threading.Lock()
 
 
 class Counter:
@@ -33,13 +33,13 @@ class Counter:
         self.value: float = 0
 
     def add(self, amount: float = 1) -> None:
-        with _counting:
+        with _counter_lock:
             self.value += amount
 
 
 def add_all(amounts: Iterable[tuple[Counter, float]]) -> None:
     """Add to many counters at half the cost of single additions."""
-    with _counting:
+    with _counter_lock:
         for counter, amount in amounts:
             counter.value += amount
 
@@ -52,12 +52,12 @@ class BatchedCounters:
 
     It counts the additions; the counters are updated when their values are read."""
 
-    __slots__ = ("_amounts", "_book", "_entry", "_is_used")
+    __slots__ = ("_amounts", "_entry", "_is_used", "_registry")
 
-    def __init__(self, amounts: Amounts, book: TallyRegistry) -> None:
+    def __init__(self, amounts: Amounts, registry: BatchRegistry) -> None:
         self._amounts = amounts
-        self._book = book
-        self._entry: _TallyEntry | None = None
+        self._registry = registry
+        self._entry: _BatchEntry | None = None
         self._is_used = False
 
     def add(self) -> None:
@@ -67,17 +67,17 @@ class BatchedCounters:
                 self._is_used = True
                 add_all(self._amounts)
                 return
-            entry = self._book.enter(self)
-        with _counting:
+            entry = self._registry.enter(self)
+        with _counter_lock:
             entry.times += 1
 
     def __del__(self) -> None:
         # Without the lock, which this thread may hold.
         if self._entry is not None:
-            self._book.closed.append(self._entry)
+            self._registry.closed.append(self._entry)
 
 
-class _TallyEntry:
+class _BatchEntry:
     """Number of additions since the counters were last updated."""
 
     __slots__ = ("amounts", "times")
@@ -86,43 +86,43 @@ class _TallyEntry:
         self.amounts = amounts
         self.times = 0
 
-    def reckon(self) -> None:
-        with _counting:
+    def flush(self) -> None:
+        with _counter_lock:
             times, self.times = self.times, 0
             for counter, amount in self.amounts if times else ():
                 counter.value += amount * times
 
 
-class TallyRegistry:
-    """Entries of tallies in use, and of deleted ones until their counters are updated."""
+class BatchRegistry:
+    """Entries of `BatchedCounters` in use, and of deleted ones until their counters are updated."""
 
     def __init__(self) -> None:
-        self.closed: deque[_TallyEntry] = deque()
-        self._entries: set[_TallyEntry] = set()
+        self.closed: deque[_BatchEntry] = deque()
+        self._entries: set[_BatchEntry] = set()
         self._lock = threading.Lock()
 
-    def enter(self, tally: BatchedCounters) -> _TallyEntry:
-        """Return the entry of ``tally``; create it if it has none."""
+    def enter(self, counters: BatchedCounters) -> _BatchEntry:
+        """Return the entry of ``counters``; create it if it has none."""
         with self._lock:
-            if tally._entry is None:
-                entry = _TallyEntry(tally._amounts)
+            if counters._entry is None:
+                entry = _BatchEntry(counters._amounts)
                 self._entries.add(entry)
-                tally._entry = entry
+                counters._entry = entry
             self._close()
-            return tally._entry
+            return counters._entry
 
-    def reckon(self) -> None:
+    def flush(self) -> None:
         with self._lock:
             self._close()
             entries = list(self._entries)
         for entry in entries:
-            entry.reckon()
+            entry.flush()
 
     def _close(self) -> None:
         with suppress(IndexError):
             while True:
                 entry = self.closed.popleft()
-                entry.reckon()
+                entry.flush()
                 self._entries.discard(entry)
 
 
@@ -132,49 +132,58 @@ class MetricHistogram:
     An observation is only appended to a list. Some hundreds at a time are sorted into buckets, and the
     rest when the values are read, so that no request pays for the sorting and its lock."""
 
-    __slots__ = ("_arrays", "_counts", "_lock", "_noted", "_notes", "_total", "bounds", "signed")
+    __slots__ = (
+        "_array_values",
+        "_arrays",
+        "_counts",
+        "_lock",
+        "_observations",
+        "_total",
+        "bounds",
+        "signed",
+    )
 
     def __init__(self, bounds: tuple[float, ...] = SECONDS_BUCKETS) -> None:
         self.bounds = bounds
         self.signed: tuple[Counter, Counter] | None = None
-        """Counters of what `observe_array` is given: the sum of the values above 0, and of those below
-        without their sign. A histogram's own sum falls with these, and what falls has no rate."""
+        """Counters of the sums of positive and of negative values (without the sign) that `observe_array`
+        gets. The histogram's sum decreases with negative values, so it has no rate in Prometheus."""
         self._counts = np.zeros(len(bounds) + 1, np.int64)
         self._total = 0.0
-        self._notes: list[float] = []
+        self._observations: list[float] = []
         self._arrays: list[NDArray[Any]] = []
-        self._noted = 0
+        self._array_values = 0
         self._lock = threading.Lock()
 
     def observe(self, seconds: float) -> None:
-        self._notes.append(seconds)
-        if len(self._notes) >= _NOTES:
+        self._observations.append(seconds)
+        if len(self._observations) >= _MAX_OBSERVATIONS:
             self.read()
 
     def observe_all(self, seconds: Iterable[float]) -> None:
-        self._notes.extend(seconds)
-        if len(self._notes) >= _NOTES:
+        self._observations.extend(seconds)
+        if len(self._observations) >= _MAX_OBSERVATIONS:
             self.read()
 
     def observe_array(self, values: NDArray[Any]) -> None:
         """Add ``values``, floats of any shape, all finite; they are copied."""
         self._arrays.append(values.flatten())
-        self._noted += values.size  # unlocked: a race may lose an addition
-        if self._noted >= _VALUES:
+        self._array_values += values.size  # unlocked: a race may lose an addition
+        if self._array_values >= _MAX_ARRAY_VALUES:
             self.read()
 
     def read(self) -> tuple[list[int], float]:
         """Observations per bucket, the last one without an upper bound, and their sum."""
         with self._lock:
-            notes = self._notes[:]
-            del self._notes[: len(notes)]  # others may append meanwhile, never remove
-            if notes:
-                buckets = np.searchsorted(self.bounds, notes)
+            observations = self._observations[:]
+            del self._observations[: len(observations)]  # others may append meanwhile, never remove
+            if observations:
+                buckets = np.searchsorted(self.bounds, observations)
                 self._counts += np.bincount(buckets, minlength=len(self._counts))
-                self._total += sum(notes)
+                self._total += sum(observations)
             arrays = self._arrays[:]
             del self._arrays[: len(arrays)]
-            self._noted = 0
+            self._array_values = 0
             if arrays:
                 # Sorting is fast; a search of the bucket of every value takes five times as long.
                 values = np.sort(np.concatenate(arrays))

@@ -65,7 +65,9 @@ class LookupMeter:
         """Return a function that counts a lookup with these answers, given its seconds.
 
         The lookup skipped no tier."""
-        return _alike(self._metrics.tally(self._amounts(answers)), self._seconds)
+        return _counting_function(
+            self._metrics.batched_counters(self._amounts(answers)), self._seconds
+        )
 
     def counted(
         self,
@@ -164,7 +166,7 @@ class TierMeter:
         self._tier = tier
         self._seconds = metrics.histogram(TIER_SECONDS, tier)
         self._keys: dict[EmbeddingTable, tuple[Counter, Counter, Counter]] = {}
-        metrics.on_release(self._forget)
+        metrics.on_release(self._release)
 
     def __call__(
         self,
@@ -174,12 +176,12 @@ class TierMeter:
         /,
     ) -> None:
         amounts = []
-        for table, asked, found in counts:
+        for table, requested, found in counts:
             counters = self._keys.get(table) or self._counters(table)
             if found:
                 amounts.append((counters[0], found))
-            if asked > found:
-                amounts.append((counters[2 if skipped else 1], asked - found))
+            if requested > found:
+                amounts.append((counters[2 if skipped else 1], requested - found))
         add_all(amounts)
         if not skipped:
             self._seconds.observe(seconds)
@@ -189,13 +191,13 @@ class TierMeter:
         amounts = [
             ((self._keys.get(table) or self._counters(table))[0], n) for table, _, n in found if n
         ]
-        return _alike(self._metrics.tally(amounts), self._seconds)
+        return _counting_function(self._metrics.batched_counters(amounts), self._seconds)
 
     def passed_over(self, reason: str) -> None:
         """Count a fetch that skipped the tier (called by ``GuardedTier``)."""
         self._metrics.counter(TIER_SKIPPED, self._tier, reason).add()
 
-    def _forget(self, model: str, version: int) -> None:
+    def _release(self, model: str, version: int) -> None:
         """Drop a version's tables, which would otherwise be kept as long as the tier exists."""
         for table in list(self._keys):
             if (table.model, table.version) == (model, version):
@@ -226,9 +228,9 @@ class UpdateMeter:
         if rows:
             self._metrics.counter(*labels, result).add(rows)
 
-    def visible(self, table: EmbeddingTable, tier: str, made_s: NDArray[np.float64]) -> None:
-        """Record that ``tier`` now has the rows of messages made at ``made_s (k,)``, Unix seconds."""
-        ages = np.maximum(0.0, time.time() - made_s)
+    def visible(self, table: EmbeddingTable, tier: str, produced_s: NDArray[np.float64]) -> None:
+        """Record that ``tier`` now has the rows of messages produced at ``produced_s (k,)``, Unix seconds."""
+        ages = np.maximum(0.0, time.time() - produced_s)
         self._metrics.histogram(UPDATE_VISIBLE, table.model, table.name, tier).observe_all(
             ages.tolist()
         )
@@ -262,8 +264,10 @@ def count_promotion(metrics: Metrics, tier: str, result: str, keys: int) -> None
     metrics.counter(PROMOTIONS, tier, result).add(keys)
 
 
-def _alike(tally: BatchedCounters, histogram: MetricHistogram) -> Callable[[float], None]:
-    add, observe = tally.add, histogram.observe
+def _counting_function(
+    counters: BatchedCounters, histogram: MetricHistogram
+) -> Callable[[float], None]:
+    add, observe = counters.add, histogram.observe
 
     def finished(seconds: float) -> None:
         add()

@@ -15,9 +15,9 @@ from typing import Any
 from hps.observability.counters import (
     Amounts,
     BatchedCounters,
+    BatchRegistry,
     Counter,
     MetricHistogram,
-    TallyRegistry,
     add_all,
 )
 from hps.observability.exposition import render_metric
@@ -46,9 +46,9 @@ class MetricValues(dict[str, dict[tuple[str, ...], Any]]):
     def add(self, others: MetricValues) -> None:
         """Add ``others`` to these."""
         for name, values in others.items():
-            mine = self.setdefault(name, {})
+            own = self.setdefault(name, {})
             for labels, value in values.items():
-                mine[labels] = _sum(mine[labels], value) if labels in mine else value
+                own[labels] = _sum(own[labels], value) if labels in own else value
 
     def grown(self) -> MetricValues:
         """Only the monotonic values: those that must remain after a process has ended."""
@@ -93,9 +93,9 @@ def _sum(one: Any, other: Any) -> Any:
 
 
 Read = Callable[[], float]
-# Values made for each exposition: label values (in the metric's order) and number.
+# Values read for each exposition: label values (in the metric's order) and number.
 ReadMany = Callable[[], Iterable[tuple[tuple[str, ...], float]]]
-Forget = Callable[[str, int], None]
+OnRelease = Callable[[str, int], None]
 
 
 class Metrics:
@@ -110,9 +110,9 @@ class Metrics:
         self._gauges: dict[str, list[ReadMany]] = {spec.name: [] for spec in METRICS}
         self._included: list[Callable[[], MetricValues]] = []
         self._others: list[tuple[Sequence[MetricSpec], Callable[[MetricValues], MetricValues]]] = []
-        self._book = TallyRegistry()
+        self._batches = BatchRegistry()
         self._held: dict[tuple[str, str], int] = {}
-        self._forget: list[weakref.WeakMethod[Forget]] = []
+        self._on_release: list[weakref.WeakMethod[OnRelease]] = []
         self._lock = threading.Lock()
         self._registry: Any = None
 
@@ -126,9 +126,9 @@ class Metrics:
         child: MetricHistogram = self._child(name, labels, "histogram", make)
         return child
 
-    def tally(self, amounts: Amounts) -> BatchedCounters:
-        """Return an object that adds these amounts to these counters on each call."""
-        return BatchedCounters(amounts, self._book)
+    def batched_counters(self, amounts: Amounts) -> BatchedCounters:
+        """Return an object that adds these amounts to these counters at each `add`."""
+        return BatchedCounters(amounts, self._batches)
 
     def gauge(self, name: str, read: Read, *labels: str) -> None:
         """Call ``read`` at every exposition; also for counters that other objects keep."""
@@ -162,17 +162,17 @@ class Metrics:
                         continue
                     if labels[of_version] == key[1] if of_version is not None else not others:
                         del children[labels]
-        for reference in self._forget:
-            if (forget := reference()) is not None:
-                forget(model, version)
+        for reference in self._on_release:
+            if (release := reference()) is not None:
+                release(model, version)
 
-    def on_release(self, forget: Forget) -> None:
-        """Call ``forget``, a method, with each version that is released.
+    def on_release(self, release: OnRelease) -> None:
+        """Call ``release``, a method, with each version that is released.
 
         The method's object is held weakly, since each model has its meters. It must not wait."""
         with self._lock:
-            self._forget = [each for each in self._forget if each() is not None]
-            self._forget.append(weakref.WeakMethod(forget))
+            self._on_release = [each for each in self._on_release if each() is not None]
+            self._on_release.append(weakref.WeakMethod(release))
 
     def _child(self, name: str, labels: tuple[str, ...], kind: str, make: Callable[[], Any]) -> Any:
         children = self._children[name]
@@ -194,22 +194,22 @@ class Metrics:
             prometheus.ProcessCollector(registry=registry)
             prometheus.GCCollector(registry=registry)
             self._registry = registry
-        of_process: bytes = prometheus.generate_latest(self._registry)
-        return of_process + "".join(self._lines()).encode()
+        process_metrics: bytes = prometheus.generate_latest(self._registry)
+        return process_metrics + "".join(self._lines()).encode()
 
     def numbers(self) -> MetricValues:
         """Current values of all metrics."""
-        self._book.reckon()
-        found = MetricValues()
+        self._batches.flush()
+        all_values = MetricValues()
         for spec in METRICS:
             with self._lock:
                 children = list(self._children[spec.name].items())
-            values = found.setdefault(spec.name, {})
+            values = all_values.setdefault(spec.name, {})
             for labels, child in children:
                 values[labels] = child.value if isinstance(child, Counter) else child.read()
             for read in self._gauges[spec.name]:
                 values.update(read())
-        return found
+        return all_values
 
     def include(self, read: Callable[[], MetricValues]) -> None:
         """Add the values of other processes, which ``read`` returns, to the exposition."""
@@ -222,12 +222,12 @@ class Metrics:
         self._others.append((specs, make))
 
     def _lines(self) -> Iterator[str]:
-        found = self.numbers()
+        values = self.numbers()
         for read in self._included:
-            found.add(read())
+            values.add(read())
         for spec in METRICS:
-            yield from render_metric(spec, found)
+            yield from render_metric(spec, values)
         for specs, make in self._others:
-            made = make(found)
+            derived = make(values)
             for spec in specs:
-                yield from render_metric(spec, made)
+                yield from render_metric(spec, derived)

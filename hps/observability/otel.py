@@ -46,7 +46,7 @@ class Tracer:
         )
         if request_id:
             span.set_attribute("hps.request_id", request_id)
-        return _origin(self, span, request_id)
+        return _request_context(self, span, request_id)
 
     def batch(self, name: str, traceparents: Iterable[str]) -> RequestContext:
         """Start a span for work on several requests: a new trace, linked to theirs."""
@@ -54,7 +54,7 @@ class Tracer:
         spans = [self._trace.get_current_span(context).get_span_context() for context in contexts]
         links = [self._trace.Link(span) for span in spans if span.is_valid]
         kind = self._trace.SpanKind.CONSUMER
-        return _origin(self, self.tracer.start_span(name, kind=kind, links=links), "")
+        return _request_context(self, self.tracer.start_span(name, kind=kind, links=links), "")
 
     def child(self, span: Any, name: str, started: int | None = None) -> Any:
         context = self._trace.set_span_in_context(span)
@@ -82,7 +82,7 @@ class _RecordedSpan(RequestContext):
         self._span = span
 
     def begin(self, name: str) -> RequestContext:
-        return _origin(self._tracer, self._tracer.child(self._span, name), self.request_id)
+        return _request_context(self._tracer, self._tracer.child(self._span, name), self.request_id)
 
     def note(self, **attributes: Any) -> None:
         for name, value in attributes.items():
@@ -97,7 +97,7 @@ class _RecordedSpan(RequestContext):
         self._tracer.child(self._span, name, _epoch_ns(started)).end(_epoch_ns(ended))
 
 
-def _origin(tracer: Tracer, span: Any, request_id: str) -> RequestContext:
+def _request_context(tracer: Tracer, span: Any, request_id: str) -> RequestContext:
     context = span.get_span_context()
     parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
     state = context.trace_state.to_header()
@@ -126,17 +126,17 @@ def tracer(role: str, attributes: Mapping[str, Any] | None = None) -> Tracer | N
             "the environment asks for traces (OTEL_…), which needs OpenTelemetry: pip install "
             "'hps-server[otel]', or set OTEL_SDK_DISABLED=true"
         ) from None
-    found = entry_points(group="opentelemetry_traces_exporter", name=exporter)
-    if not found:
+    exporters = entry_points(group="opentelemetry_traces_exporter", name=exporter)
+    if not exporters:
         raise ConfigError(
             f"OTEL_TRACES_EXPORTER: there is no exporter {exporter!r}; install the package that has it, "
             "pip install 'hps-server[otel]' for otlp"
         )
-    (entry,) = list(found)[:1]
-    about = Resource({"hps.role": role, **(attributes or {})}).merge(Resource.create())
-    if str(about.attributes.get("service.name", "")).startswith("unknown_service"):
-        about = about.merge(Resource({"service.name": "hps"}))
-    provider = TracerProvider(resource=about)
+    (entry,) = list(exporters)[:1]
+    resource = Resource({"hps.role": role, **(attributes or {})}).merge(Resource.create())
+    if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
+        resource = resource.merge(Resource({"service.name": "hps"}))
+    provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(entry.load()()))
-    log.info("traces go out by OpenTelemetry's exporter %s", exporter)
+    log.info("exporting traces with OpenTelemetry's exporter %s", exporter)
     return Tracer(provider)

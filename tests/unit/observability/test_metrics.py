@@ -21,7 +21,7 @@ TABLE = EmbeddingTable.make("t", 2, model="clicks")
 
 
 def samples(metrics):
-    """(name, labels) -> value of everything exposed."""
+    """Parse the exposition: (name, labels) -> value."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(metrics.render().decode())
@@ -29,7 +29,7 @@ def samples(metrics):
     }
 
 
-def of(metrics, name, **labels):
+def value_of(metrics, name, **labels):
     return samples(metrics).get((name, tuple(sorted(labels.items()))))
 
 
@@ -65,8 +65,8 @@ def test_counter_counts_per_label_values():
     assert metrics.counter(m.PROMOTIONS, "cpu", "inserted") is counter
     counter.add()
     counter.add(4)
-    assert of(metrics, m.PROMOTIONS, tier="cpu", result="inserted") == 5
-    assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") is None
+    assert value_of(metrics, m.PROMOTIONS, tier="cpu", result="inserted") == 5
+    assert value_of(metrics, m.PROMOTIONS, tier="cpu", result="gone") is None
 
 
 def test_histogram_buckets_are_cumulative_and_include_upper_bounds():
@@ -75,13 +75,13 @@ def test_histogram_buckets_are_cumulative_and_include_upper_bounds():
     for seconds in (0.0, 10e-6, 11e-6, 0.5, 99.0):
         histogram.observe(seconds)
     name = m.TIER_SECONDS
-    assert of(metrics, f"{name}_bucket", tier="cpu", le="1e-05") == 2
-    assert of(metrics, f"{name}_bucket", tier="cpu", le="2.5e-05") == 3
-    assert of(metrics, f"{name}_bucket", tier="cpu", le="0.5") == 4
-    assert of(metrics, f"{name}_bucket", tier="cpu", le="10.0") == 4
-    assert of(metrics, f"{name}_bucket", tier="cpu", le="+Inf") == 5
-    assert of(metrics, f"{name}_count", tier="cpu") == 5
-    assert of(metrics, f"{name}_sum", tier="cpu") == pytest.approx(99.500021)
+    assert value_of(metrics, f"{name}_bucket", tier="cpu", le="1e-05") == 2
+    assert value_of(metrics, f"{name}_bucket", tier="cpu", le="2.5e-05") == 3
+    assert value_of(metrics, f"{name}_bucket", tier="cpu", le="0.5") == 4
+    assert value_of(metrics, f"{name}_bucket", tier="cpu", le="10.0") == 4
+    assert value_of(metrics, f"{name}_bucket", tier="cpu", le="+Inf") == 5
+    assert value_of(metrics, f"{name}_count", tier="cpu") == 5
+    assert value_of(metrics, f"{name}_sum", tier="cpu") == pytest.approx(99.500021)
 
 
 def test_gauges_are_read_at_each_scrape():
@@ -89,8 +89,8 @@ def test_gauges_are_read_at_each_scrape():
     metrics.gauge(m.UPTIME, lambda: len(rows))
     metrics.gauges(m.TABLE_ROWS, lambda: [(("cpu", "m", "1", t), n) for t, n in rows.items()])
     rows["b"] = 2.0
-    assert of(metrics, m.UPTIME) == 2
-    assert of(metrics, m.TABLE_ROWS, tier="cpu", model="m", version="1", table="b") == 2
+    assert value_of(metrics, m.UPTIME) == 2
+    assert value_of(metrics, m.TABLE_ROWS, tier="cpu", model="m", version="1", table="b") == 2
 
 
 def test_unknown_metric_or_wrong_labels_raise():
@@ -106,7 +106,7 @@ def test_unknown_metric_or_wrong_labels_raise():
 def test_special_characters_in_label_values_are_escaped():
     metrics = Metrics()
     metrics.counter(m.LOOKUP_DEGRADED, 'a"b\n}', "cpu").add()
-    assert of(metrics, m.LOOKUP_DEGRADED, model='a"b\n}', tier="cpu") == 1
+    assert value_of(metrics, m.LOOKUP_DEGRADED, model='a"b\n}', tier="cpu") == 1
 
 
 def test_concurrent_counts_are_not_lost():
@@ -122,8 +122,8 @@ def test_concurrent_counts_are_not_lost():
         thread.start()
     for thread in threads:
         thread.join()
-    assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 8000
-    assert of(metrics, f"{m.TIER_SECONDS}_count", tier="cpu") == 8000
+    assert value_of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 8000
+    assert value_of(metrics, f"{m.TIER_SECONDS}_count", tier="cpu") == 8000
 
 
 def test_lookup_meter_counts_keys_by_tier_and_feature():
@@ -134,13 +134,13 @@ def test_lookup_meter_counts_keys_by_tier_and_feature():
     meter.finished([(TABLE, bytes(every), features), (TABLE, b"", [])], 0.1, ("rocksdb",))
     for source in Source:
         labels = {"model": "clicks", "version": "3", "table": "t", "tier": source.name.lower()}
-        assert of(metrics, m.LOOKUP_KEYS, **labels) == source + 1
+        assert value_of(metrics, m.LOOKUP_KEYS, **labels) == source + 1
     for feature, found, defaulted in (("first", 3, 1), ("second", len(every) - 4, None)):
         labels = {"model": "clicks", "version": "3", "feature": feature}
-        assert of(metrics, m.FEATURE_KEYS, **labels, result="found") == found
-        assert of(metrics, m.FEATURE_KEYS, **labels, result="defaulted") in (defaulted, 0.0)
-    assert of(metrics, m.LOOKUP_DEGRADED, model="clicks", tier="rocksdb") == 1
-    assert of(metrics, f"{m.LOOKUP_SECONDS}_count", model="clicks", version="3") == 1
+        assert value_of(metrics, m.FEATURE_KEYS, **labels, result="found") == found
+        assert value_of(metrics, m.FEATURE_KEYS, **labels, result="defaulted") in (defaulted, 0.0)
+    assert value_of(metrics, m.LOOKUP_DEGRADED, model="clicks", tier="rocksdb") == 1
+    assert value_of(metrics, f"{m.LOOKUP_SECONDS}_count", model="clicks", version="3") == 1
 
 
 def test_tier_and_dense_meters_count_keys_and_runs():
@@ -149,24 +149,26 @@ def test_tier_and_dense_meters_count_keys_and_runs():
     meter([(TABLE, 5, 3), (TABLE, 0, 0)], 0.1)
     meter([(TABLE, 4, 4)], 0.1)
     labels = {"tier": "cpu", "model": "clicks", "version": "1", "table": "t"}
-    assert of(metrics, m.TIER_KEYS, **labels, result="found") == 7
-    assert of(metrics, m.TIER_KEYS, **labels, result="missed") == 2
+    assert value_of(metrics, m.TIER_KEYS, **labels, result="found") == 7
+    assert value_of(metrics, m.TIER_KEYS, **labels, result="missed") == 2
     meter([(TABLE, 6, 1)], 0.1, True)
     meter.passed_over("late")
-    assert of(metrics, m.TIER_KEYS, **labels, result="found") == 8
-    assert of(metrics, m.TIER_KEYS, **labels, result="missed") == 2
-    assert of(metrics, m.TIER_KEYS, **labels, result="skipped") == 5
-    assert of(metrics, f"{m.TIER_SECONDS}_count", tier="cpu") == 2
-    assert of(metrics, m.TIER_SKIPPED, tier="cpu", reason="late") == 1
+    assert value_of(metrics, m.TIER_KEYS, **labels, result="found") == 8
+    assert value_of(metrics, m.TIER_KEYS, **labels, result="missed") == 2
+    assert value_of(metrics, m.TIER_KEYS, **labels, result="skipped") == 5
+    assert value_of(metrics, f"{m.TIER_SECONDS}_count", tier="cpu") == 2
+    assert value_of(metrics, m.TIER_SKIPPED, tier="cpu", reason="late") == 1
     dense = DenseMeter(metrics, "clicks", 3)
     dense.ran(0.1)
     dense.not_finite("ctr", 3)
-    assert of(metrics, m.SCORES_NOT_FINITE, model="clicks", version="3", output="ctr") == 3
-    assert of(metrics, f"{m.DENSE_SECONDS}_sum", model="clicks", version="3") == pytest.approx(0.1)
+    assert value_of(metrics, m.SCORES_NOT_FINITE, model="clicks", version="3", output="ctr") == 3
+    assert value_of(
+        metrics, f"{m.DENSE_SECONDS}_sum", model="clicks", version="3"
+    ) == pytest.approx(0.1)
 
 
 def test_observations_are_not_lost_during_reads():
-    """Observations are noted and sorted later: however many threads note and read, none is lost."""
+    """Observations are appended and sorted later; concurrent appends and reads lose none."""
     histogram = Metrics().histogram(m.TIER_SECONDS, "cpu")
     stop = threading.Event()
 
@@ -204,55 +206,60 @@ def test_bucket_includes_its_upper_bound(index):
 
 
 def test_values_of_other_processes_are_added():
-    """Over JSON, as they travel; of what only ended processes had, no gauge."""
+    """Values are passed as JSON; of ended processes (`grown`), gauges are left out."""
     ours, other = Metrics(), Metrics()
     for each, n in ((ours, 1), (other, 2)):
         each.counter(m.LOOKUP_KEYS, "clicks", "1", "users", "cpu").add(n)
         each.histogram(m.TIER_SECONDS, "cpu").observe_all([3e-5] * n)
         each.gauge(m.LOOKUP_WAITING, lambda n=n: n)
     other.counter(m.LOOKUP_KEYS, "clicks", "1", "users", "redis").add(5)
-    told = json.loads(json.dumps(other.numbers().as_json()))
-    ours.include(lambda: MetricValues.from_json(told))
-    ours.include(lambda: MetricValues.from_json(told).grown())
-    assert of(ours, m.LOOKUP_KEYS, model="clicks", version="1", table="users", tier="cpu") == 5
-    assert of(ours, m.LOOKUP_KEYS, model="clicks", version="1", table="users", tier="redis") == 10
-    assert of(ours, f"{m.TIER_SECONDS}_count", tier="cpu") == 5
-    assert of(ours, f"{m.TIER_SECONDS}_sum", tier="cpu") == pytest.approx(15e-5)
-    assert of(ours, m.LOOKUP_WAITING) == 3
+    sent = json.loads(json.dumps(other.numbers().as_json()))
+    ours.include(lambda: MetricValues.from_json(sent))
+    ours.include(lambda: MetricValues.from_json(sent).grown())
+    assert (
+        value_of(ours, m.LOOKUP_KEYS, model="clicks", version="1", table="users", tier="cpu") == 5
+    )
+    assert (
+        value_of(ours, m.LOOKUP_KEYS, model="clicks", version="1", table="users", tier="redis")
+        == 10
+    )
+    assert value_of(ours, f"{m.TIER_SECONDS}_count", tier="cpu") == 5
+    assert value_of(ours, f"{m.TIER_SECONDS}_sum", tier="cpu") == pytest.approx(15e-5)
+    assert value_of(ours, m.LOOKUP_WAITING) == 3
     assert ours.counter(m.LOOKUP_KEYS, "clicks", "1", "users", "cpu").value == 1
 
 
 def test_unknown_metrics_of_other_processes_are_skipped():
-    assert MetricValues.from_json({"hps_of_tomorrow": [[[], 1]]}) == {}
+    assert MetricValues.from_json({"hps_future_metric": [[[], 1]]}) == {}
 
 
-def test_tally_adds_its_amounts_once_per_add():
-    """Whether the numbers are asked for before, between or after, and when it is gone."""
+def test_batched_counters_add_their_amounts_at_each_add():
+    """Also if values are read before, between or after the additions, and after deletion."""
     metrics = Metrics()
     inserted = metrics.counter(m.PROMOTIONS, "cpu", "inserted")
     gone = metrics.counter(m.PROMOTIONS, "cpu", "gone")
-    once = metrics.tally([(inserted, 1000)])
+    once = metrics.batched_counters([(inserted, 1000)])
     once.add()
-    tally = metrics.tally([(inserted, 2), (gone, 3)])
+    repeated = metrics.batched_counters([(inserted, 2), (gone, 3)])
     for times in range(1, 5):
-        tally.add()
+        repeated.add()
         if times != 3:
-            assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 3 * times
-    tally.add()
-    del tally, once
-    assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 15
-    assert of(metrics, m.PROMOTIONS, tier="cpu", result="inserted") == 1010
+            assert value_of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 3 * times
+    repeated.add()
+    del repeated, once
+    assert value_of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 15
+    assert value_of(metrics, m.PROMOTIONS, tier="cpu", result="inserted") == 1010
 
 
-def test_concurrent_tallies_are_not_lost():
+def test_concurrent_batched_additions_are_not_lost():
     metrics = Metrics()
     counter = metrics.counter(m.PROMOTIONS, "cpu", "gone")
-    shared, stop = metrics.tally([(counter, 2)]), threading.Event()
+    shared, stop = metrics.batched_counters([(counter, 2)]), threading.Event()
 
     def work():
         for _ in range(2000):
             shared.add()
-            own = metrics.tally([(counter, 1)])
+            own = metrics.batched_counters([(counter, 1)])
             for _ in range(3):
                 own.add()
 
@@ -268,7 +275,7 @@ def test_concurrent_tallies_are_not_lost():
         thread.join()
     stop.set()
     reader.join()
-    assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 4 * 2000 * 5
+    assert value_of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 4 * 2000 * 5
 
 
 def test_score_histogram_counts_arrays():
@@ -277,52 +284,52 @@ def test_score_histogram_counts_arrays():
     labels = {"model": "clicks", "version": "3", "output": "ctr"}
     scores = np.array([[0.005], [0.5]], np.float32)
     meter.scored("ctr", scores)
-    scores[:] = 9.0  # it is the caller's again
+    scores[:] = 9.0  # the caller may reuse the array
     meter.scored("ctr", np.linspace(0.0, 1.0, 100_001))
-    assert of(metrics, f"{m.SCORES}_count", **labels) == 100_003
-    assert of(metrics, f"{m.SCORES}_bucket", **labels, le="0.0") == 1
-    assert of(metrics, f"{m.SCORES}_bucket", **labels, le="0.5") == 50_003
-    assert of(metrics, f"{m.SCORES}_bucket", **labels, le="1.0") == 100_003
-    assert of(metrics, f"{m.SCORES}_sum", **labels) == pytest.approx(50_001.005)
+    assert value_of(metrics, f"{m.SCORES}_count", **labels) == 100_003
+    assert value_of(metrics, f"{m.SCORES}_bucket", **labels, le="0.0") == 1
+    assert value_of(metrics, f"{m.SCORES}_bucket", **labels, le="0.5") == 50_003
+    assert value_of(metrics, f"{m.SCORES}_bucket", **labels, le="1.0") == 100_003
+    assert value_of(metrics, f"{m.SCORES}_sum", **labels) == pytest.approx(50_001.005)
 
 
 def test_absolute_score_sums_never_decrease():
-    """As a histogram's own sum does below 0, which Prometheus takes for a restart."""
+    """Unlike the histogram's sum, whose decrease Prometheus takes for a restart."""
     metrics = Metrics()
     meter = DenseMeter(metrics, "clicks", 3)
     labels = {"model": "clicks", "version": "3", "output": "logit"}
 
-    def told(sign):
-        return of(metrics, m.SCORES_ABSOLUTE, **labels, sign=sign)
+    def absolute_sum(sign):
+        return value_of(metrics, m.SCORES_ABSOLUTE, **labels, sign=sign)
 
     meter.scored("logit", np.array([[1.0], [-4.0]], np.float32))
-    assert (told("positive"), told("negative")) == (1.0, 4.0)
+    assert (absolute_sum("positive"), absolute_sum("negative")) == (1.0, 4.0)
     meter.scored("logit", np.full(1000, 0.1, np.float32))
     meter.scored("logit", np.full(1000, -0.2, np.float32))
-    assert told("positive") == pytest.approx(101)
-    assert told("negative") == pytest.approx(204)
-    assert of(metrics, f"{m.SCORES}_sum", **labels) == pytest.approx(-103)
+    assert absolute_sum("positive") == pytest.approx(101)
+    assert absolute_sum("negative") == pytest.approx(204)
+    assert value_of(metrics, f"{m.SCORES}_sum", **labels) == pytest.approx(-103)
 
 
 def test_unused_meter_is_freed():
     metrics = Metrics()
     table = EmbeddingTable.make("t", 2, model="clicks", version=1)
-    stays, goes = TierMeter(metrics, "gpu"), TierMeter(metrics, "gpu")
-    for meter in (stays, goes):
+    kept, unused = TierMeter(metrics, "gpu"), TierMeter(metrics, "gpu")
+    for meter in (kept, unused):
         meter([(table, 2, 1)], 0.1)
-    kept = weakref.ref(goes)
-    del goes, meter
+    reference = weakref.ref(unused)
+    del unused, meter
     gc.collect()
-    assert kept() is None
+    assert reference() is None
     metrics.release("clicks", 1)
-    assert not stays._keys
+    assert not kept._keys
 
 
 def test_series_do_not_grow_with_released_versions_and_models():
     metrics = Metrics()
-    of_tier, of_updates = TierMeter(metrics, "cpu"), UpdateMeter(metrics)
+    tier_meter, update_meter = TierMeter(metrics, "cpu"), UpdateMeter(metrics)
 
-    def served(model, version):
+    def serve(model, version):
         table = EmbeddingTable.make("t", 2, model=model, version=version)
         metrics.retain(model, version)
         lookups, network = LookupMeter(metrics, model, version), DenseMeter(metrics, model, version)
@@ -330,9 +337,9 @@ def test_series_do_not_grow_with_released_versions_and_models():
         network.ran(0.1)
         network.fell_back(1)
         network.scored("ctr", np.array([0.5]))
-        of_tier([(table, 2, 1)], 0.1)
-        of_updates.applied(table, "upserted", 1)
-        of_updates.visible(table, "redis", np.array([0.0]))
+        tier_meter([(table, 2, 1)], 0.1)
+        update_meter.applied(table, "upserted", 1)
+        update_meter.visible(table, "redis", np.array([0.0]))
         for name in (model, f"{model}.lookup"):
             metrics.histogram(m.REQUEST_SECONDS, "http", "infer", name, str(version), "200")
             metrics.histogram(m.QUEUE_SECONDS, name)
@@ -342,25 +349,25 @@ def test_series_do_not_grow_with_released_versions_and_models():
         return sum(map(len, metrics.numbers().values()))
 
     before = series()
-    served("clicks", 1)
-    one = series()
-    assert one >= before + 20
+    serve("clicks", 1)
+    with_one_version = series()
+    assert with_one_version >= before + 20
     for version in range(2, 20):
-        served("clicks", version)
+        serve("clicks", version)
         metrics.release("clicks", version - 1)
-    assert series() == one
+    assert series() == with_one_version
     for day in range(20):
-        served(f"trial-{day}", 1)
+        serve(f"trial-{day}", 1)
         metrics.release(f"trial-{day}", 1)
-    assert series() == one
+    assert series() == with_one_version
     metrics.release("clicks", 19)
     assert series() == before
-    assert not of_tier._keys  # which keep tables, their defaults with them
+    assert not tier_meter._keys  # whose tables, with their default vectors, would be kept
 
 
 def test_series_of_a_released_version_are_removed():
     metrics = Metrics()
-    for _ in range(2):  # loaded again while requests are still on it
+    for _ in range(2):  # loaded again while requests still use it
         metrics.retain("clicks", 3)
     for version in "34":
         for name in ("clicks", "clicks.lookup", "other"):
@@ -378,11 +385,11 @@ def test_series_of_a_released_version_are_removed():
 
 def test_exposed_metrics_are_derived_from_ours():
     metrics = Metrics()
-    spec = MetricSpec("nv_of_another", "counter", ("model",), "Of another.")
+    spec = MetricSpec("nv_derived", "counter", ("model",), "Derived.")
     metrics.counter(m.PROMOTIONS, "cpu", "gone").add(3)
     metrics.expose(
         [spec],
-        lambda found: MetricValues({spec.name: {("a",): 2 * sum(found[m.PROMOTIONS].values())}}),
+        lambda values: MetricValues({spec.name: {("a",): 2 * sum(values[m.PROMOTIONS].values())}}),
     )
     text = metrics.render().decode()
-    assert '# TYPE nv_of_another counter\nnv_of_another{model="a"} 6.0\n' in text
+    assert '# TYPE nv_derived counter\nnv_derived{model="a"} 6.0\n' in text

@@ -1,4 +1,4 @@
-"""Spans by OpenTelemetry: what is recorded of a request, in whose trace, and who else is told of it."""
+"""OpenTelemetry spans: recording, parents, links, and trace headers sent to Triton."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ UNSAMPLED = CALLER[:-2] + "00"
 
 @pytest.fixture
 def spans():
-    """By their names, those that have ended."""
+    """Return the ended spans by name; its `tracer` records them."""
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
@@ -76,24 +76,24 @@ def test_request_span_joins_the_callers_trace_and_has_child_spans(spans):
     request.stage("decode", 10, 20)
     request.note(model="m")
     request.end()
-    found = spans()
-    server = found["infer m"]
+    ended = spans()
+    server = ended["infer m"]
     assert f"{server.parent.span_id:016x}" == CALLER[36:52]
     assert server.attributes == {"hps.request_id": "r-1", "hps.model": "m"}
     for name in ("dense", "broken", "decode"):
-        assert found[name].parent.span_id == server.context.span_id
-    assert found["decode"].end_time - found["decode"].start_time == pytest.approx(10, abs=1e6)
-    assert not found["broken"].status.is_ok
+        assert ended[name].parent.span_id == server.context.span_id
+    assert ended["decode"].end_time - ended["decode"].start_time == pytest.approx(10, abs=1e6)
+    assert not ended["broken"].status.is_ok
 
 
 def test_unsampled_caller_is_not_recorded(spans):
-    left_out = spans.tracer.request("infer m", 0, "r-1", UNSAMPLED, "")
-    assert not left_out.is_recorded
-    assert left_out.trace_id == CALLER[3:35]
-    assert left_out.traceparent.endswith("-00")
-    with left_out.part("dense"):
+    unsampled = spans.tracer.request("infer m", 0, "r-1", UNSAMPLED, "")
+    assert not unsampled.is_recorded
+    assert unsampled.trace_id == CALLER[3:35]
+    assert unsampled.traceparent.endswith("-00")
+    with unsampled.part("dense"):
         pass
-    left_out.end()
+    unsampled.end()
     assert spans() == {}
 
 
@@ -115,14 +115,14 @@ def test_span_ends_with_its_future(spans):
     failed.set_exception(ValueError("x"))
     with pytest.raises(KeyError):
         span_until_done(request.begin("refused"), lambda: {}["x"], dict)
-    found = spans()
-    assert found["done"].attributes == {"hps.n": 7}
-    assert not found["failed"].status.is_ok
-    assert not found["refused"].status.is_ok
+    ended = spans()
+    assert ended["done"].attributes == {"hps.n": 7}
+    assert not ended["failed"].status.is_ok
+    assert not ended["refused"].status.is_ok
 
 
 class Message:
-    """One of Kafka's, as far as anybody asks."""
+    """A Kafka message with ``headers``."""
 
     def __init__(self, *headers):
         self._headers = list(headers) or None
@@ -151,8 +151,8 @@ def test_ingest_span_links_the_traces_of_its_messages(spans):
         def commit(self, batch):
             pass
 
-    places = StoreStreamPositions([], lambda topic: ())
-    ingestor = Ingestor(Source(), {}, places, None, Letters(), UpdateMeter(Metrics()))
+    positions = StoreStreamPositions([], lambda topic: ())
+    ingestor = Ingestor(Source(), {}, positions, None, Letters(), UpdateMeter(Metrics()))
     set_recorder(spans.tracer)
     try:
         for _ in range(3):
@@ -165,10 +165,10 @@ def test_ingest_span_links_the_traces_of_its_messages(spans):
 
 
 class Triton(GRPCInferenceServiceServicer):
-    """Doubles, and keeps what it is told beside the tensors."""
+    """A gRPC Triton that keeps the request ID and trace headers of each inference in `received`."""
 
     def __init__(self):
-        self.told = []
+        self.received = []
 
     def ModelMetadata(self, request, context):
         tensor = {"datatype": "FP32", "shape": [-1, 1]}
@@ -182,7 +182,7 @@ class Triton(GRPCInferenceServiceServicer):
 
     def ModelInfer(self, request, context):
         metadata = dict(context.invocation_metadata())
-        self.told.append((request.id, metadata.get("traceparent"), metadata.get("tracestate")))
+        self.received.append((request.id, metadata.get("traceparent"), metadata.get("tracestate")))
         answer = pb.ModelInferResponse(model_name=request.model_name)
         answer.outputs.add(name="y", datatype="FP32", shape=[1, 1])
         answer.raw_output_contents.append(request.raw_input_contents[0])
@@ -190,20 +190,20 @@ class Triton(GRPCInferenceServiceServicer):
 
 
 class HttpTriton(BaseHTTPRequestHandler):
-    """The same by HTTP; ``server.told`` has what it is told."""
+    """The same over HTTP; the list is ``server.received``."""
 
     server: Any
 
     def do_GET(self):
         tensor = {"datatype": "FP32", "shape": [-1, 1]}
-        about = {"inputs": [{"name": "x", **tensor}], "outputs": [{"name": "y", **tensor}]}
-        self._answer({"max_batch_size": 0} if self.path.endswith("/config") else about)
+        metadata = {"inputs": [{"name": "x", **tensor}], "outputs": [{"name": "y", **tensor}]}
+        self._answer({"max_batch_size": 0} if self.path.endswith("/config") else metadata)
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["content-length"]))
         request = json.loads(body[: int(self.headers["inference-header-content-length"])])
         trace = self.headers.get("traceparent"), self.headers.get("tracestate")
-        self.server.told.append((request.get("id", ""), *trace))
+        self.server.received.append((request.get("id", ""), *trace))
         output = {"name": "y", "datatype": "FP32", "shape": [1, 1], "data": [2]}
         self._answer({"model_name": "n", "outputs": [output]})
 
@@ -233,7 +233,7 @@ def triton():
 def triton_by_http():
     with ThreadingHTTPServer(("127.0.0.1", 0), HttpTriton) as server:
         made: Any = server
-        made.told, made.url = [], f"127.0.0.1:{server.server_port}"
+        made.received, made.url = [], f"127.0.0.1:{server.server_port}"
         thread = Thread(target=server.serve_forever)
         thread.start()
         yield made
@@ -260,18 +260,18 @@ def test_triton_receives_request_id_and_trace_headers(spans, protocol, request):
         network.predict(values)
     traced.end()
     network.close()
-    found = spans()
-    asked = found["triton_infer"]
-    assert asked.parent.span_id == found["dense"].context.span_id
-    last = f"00-{CALLER[3:35]}-{asked.context.span_id:016x}-01"
-    assert triton.told == [("", None, None), ("r-1", CALLER, "v=1"), ("r-2", last, None)]
+    ended = spans()
+    infer = ended["triton_infer"]
+    assert infer.parent.span_id == ended["dense"].context.span_id
+    last = f"00-{CALLER[3:35]}-{infer.context.span_id:016x}-01"
+    assert triton.received == [("", None, None), ("r-1", CALLER, "v=1"), ("r-2", last, None)]
 
 
 def test_client_sends_its_current_span(spans):
     assert "traceparent" not in trace_headers()
     with spans.tracer.tracer.start_as_current_span("mine") as span:
-        told = trace_headers()["traceparent"]
-    assert told[36:52] == f"{span.get_span_context().span_id:016x}"
+        traceparent = trace_headers()["traceparent"]
+    assert traceparent[36:52] == f"{span.get_span_context().span_id:016x}"
 
 
 @pytest.mark.parametrize(
@@ -307,10 +307,10 @@ def test_unknown_exporter_is_a_config_error(monkeypatch):
 
 SCRIPT = """
 import sys
-class Absent:
+class MissingOpenTelemetry:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "opentelemetry": raise ImportError(name)
-sys.meta_path.insert(0, Absent())
+sys.meta_path.insert(0, MissingOpenTelemetry())
 from hps.observability import otel
 from hps.client.trace import trace_headers
 assert trace_headers() == {}
@@ -322,19 +322,25 @@ except otel.ConfigError as error:
 
 
 def test_missing_opentelemetry_is_an_error_only_when_configured():
-    asked = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4318"}
-    run = subprocess.run([sys.executable, "-c", SCRIPT], env=asked, capture_output=True, check=True)
+    configured = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4318"}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=configured, capture_output=True, check=True
+    )
     assert b"pip install 'hps-server[otel]'" in run.stdout
-    quiet = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
-    run = subprocess.run([sys.executable, "-c", SCRIPT], env=quiet, capture_output=True, check=True)
+    unconfigured = {
+        name: value for name, value in os.environ.items() if not name.startswith("OTEL_")
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=unconfigured, capture_output=True, check=True
+    )
     assert run.stdout == b""
 
 
 def test_tracer_resource_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
     made = otel.tracer("worker")
-    about = made._provider.resource.attributes
-    assert (about["service.name"], about["hps.role"]) == ("hps", "worker")
+    attributes = made._provider.resource.attributes
+    assert (attributes["service.name"], attributes["hps.role"]) == ("hps", "worker")
     made.close()
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ranking")
     made = otel.tracer("node")

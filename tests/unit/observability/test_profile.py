@@ -1,4 +1,4 @@
-"""Where one request's time went, as its parts told."""
+"""Profile: the times of a request's parts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def test_profile_reports_nested_parts_with_times() -> None:
             assert current_context() is not lookup
     profile.stage("parse", 1_000, 3_500)
     profile.end()
-    told = profile.as_dict()
-    assert [part["name"] for part in told["parts"]] == ["lookup", "parse"]
-    assert told["parts"][1]["us"] == 2.5
-    lookup_told = told["parts"][0]
-    assert lookup_told["about"] == {"keys": 3}
-    assert told["us"] >= lookup_told["us"] >= lookup_told["parts"][0]["us"] > 0
+    reported = profile.as_dict()
+    assert [part["name"] for part in reported["parts"]] == ["lookup", "parse"]
+    assert reported["parts"][1]["us"] == 2.5
+    reported_lookup = reported["parts"][0]
+    assert reported_lookup["about"] == {"keys": 3}
+    assert reported["us"] >= reported_lookup["us"] >= reported_lookup["parts"][0]["us"] > 0
 
 
 def test_repeated_work_is_totalled_in_one_part() -> None:
@@ -48,12 +48,12 @@ def test_failed_part_has_its_error_and_unfinished_part_has_no_time() -> None:
     assert b["us"] is None
 
 
-@pytest.mark.parametrize("origin", [None, RequestContext("r-1")])
-def test_call_timed_without_a_profile_only_calls(origin: RequestContext | None) -> None:
-    assert call_timed(origin, "x", lambda: current_context()) is None
-    if origin is not None:
-        origin.stage("x", 0, 1)
-        origin.spent("x", 1)
+@pytest.mark.parametrize("context", [None, RequestContext("r-1")])
+def test_call_timed_without_a_profile_only_calls(context: RequestContext | None) -> None:
+    assert call_timed(context, "x", lambda: current_context()) is None
+    if context is not None:
+        context.stage("x", 0, 1)
+        context.spent("x", 1)
 
 
 def test_call_timed_with_a_profile_adds_a_part() -> None:
@@ -67,12 +67,12 @@ def test_profile_of_another_process_becomes_a_nested_part() -> None:
     with node.part("lookup") as lookup:
         lookup.note(keys=2)
     node.end()
-    asker = Profile()
-    asker.reported("node", 1_000, 9_000, node.packed())
-    asker.reported("node", 0, 1_000, b"")
-    first, second = asker.as_dict()["parts"]
+    caller = Profile()
+    caller.reported("node", 1_000, 9_000, node.packed())
+    caller.reported("node", 0, 1_000, b"")
+    first, second = caller.as_dict()["parts"]
     assert (first["name"], first["us"], second["us"], second["parts"]) == ("node", 8.0, 1.0, [])
-    (there,) = first["parts"]
-    assert (there["name"], there["about"]) == ("lookup", {"keys": 2})
-    assert there["us"] == pytest.approx(node.as_dict()["parts"][0]["us"], abs=1e-3)
+    (remote_lookup,) = first["parts"]
+    assert (remote_lookup["name"], remote_lookup["about"]) == ("lookup", {"keys": 2})
+    assert remote_lookup["us"] == pytest.approx(node.as_dict()["parts"][0]["us"], abs=1e-3)
     RequestContext("r-1").reported("node", 0, 1, b"")
