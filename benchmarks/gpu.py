@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hps.cuda import launch
+from hps.cuda.fetch import FetchVariant
 from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import cupy
 from hps.tiers.base import Part
@@ -111,11 +112,9 @@ class FilledTable:
             misses[:4] = 0
             return self.keys(n)
 
+        variant = FetchVariant(form, stamp=not numbers)
         return self.clock.median(
-            prepare,
-            lambda keys: self.cache.direct.fetch(
-                held, keys, out, misses, form=form, stamp=not numbers
-            ),
+            prepare, lambda keys: self.cache.direct.fetch(held, keys, out, misses, variant)
         )
 
     def settle(self) -> None:

@@ -73,21 +73,21 @@ class FetchWorkspace:
         cp.cuda.get_current_stream().synchronize()
 
     def fetch(
-        self, readers: ReaderEvents, stream: Any, asks: Sequence[FetchArguments], code: int
+        self, readers: ReaderEvents, stream: Any, requests: Sequence[FetchArguments], code: int
     ) -> NDArray[np.uint32]:
-        """Run ``asks`` (1 … PARTS of them, none empty) on ``stream`` and wait for it.
+        """Run ``requests`` (1 … PARTS of them, none empty) on ``stream`` and wait for it.
 
-        Returns the misses, ascending, as positions in the batch: all keys of the asks, one ask after
+        Returns the misses, ascending, as positions in the batch: all keys of the requests, one after
         the other.
         """
         staging = self.staging
         needed, total = 0, 0
-        for ask in asks:
-            needed += staging_bytes(ask.keys, ask.positions)
-            total += ask.n
+        for request in requests:
+            needed += staging_bytes(request.keys, request.positions)
+            total += request.n
         staging.begin(needed + padded_bytes(4 * total))
-        plan = self._plan(tuple([ask.table for ask in asks]))
-        blocks, run = self._fill(asks, code, plan)
+        plan = self._plan(tuple([request.table for request in requests]))
+        blocks, run = self._fill(requests, code, plan)
         staging.send(stream)
         start = staging.used
         self._args["misses"] = staging.base + start
@@ -100,25 +100,25 @@ class FetchWorkspace:
         return np.sort(misses.view(np.uint32))
 
     def _fill(
-        self, asks: Sequence[FetchArguments], code: int, plan: _Plan
+        self, requests: Sequence[FetchArguments], code: int, plan: _Plan
     ) -> tuple[int, FetchKernels]:
         """Fill the arguments and the staging buffer; return the blocks to launch and the kernels."""
         base, blocks, addresses = 0, 0, plan.row_bytes
         data, at, put = self._args.array.data, PARTS_AT, self.staging.put
-        for ask in asks:
-            table, out = ask.table, ask.out.data.ptr
+        for request in requests:
+            table, out = request.table, request.out.data.ptr
             PART.pack_into(
                 data,
                 at,
                 *table.pointers,
-                put(ask.keys),
-                put(ask.positions),
+                put(request.keys),
+                put(request.positions),
                 out,
-                ask.versions.data.ptr,
-                ask.source.data.ptr,
-                ask.oldest_tombstone,
+                request.versions.data.ptr,
+                request.source.data.ptr,
+                request.oldest_tombstone,
                 *table.sizes,
-                ask.n,
+                request.n,
                 base,
                 blocks,
                 table.now,
@@ -127,9 +127,9 @@ class FetchWorkspace:
             )
             at += PART.size
             addresses |= out
-            base += ask.n
-            blocks += blocks_of(ask.n, plan.tile)
-        self._args["parts"] = len(asks)
+            base += request.n
+            blocks += blocks_of(request.n, plan.tile)
+        self._args["parts"] = len(requests)
         return blocks, plan.kernels(unit_of(addresses))
 
     def _plan(self, tables: tuple[GpuTable, ...]) -> _Plan:
@@ -190,12 +190,29 @@ class _Plan:
         self.host_bytes = max(table.shape.host_bytes for table in tables)
 
     def kernels(self, unit: int) -> FetchKernels:
-        found = self._kernels.get(unit)
-        if found is None:
+        kernels = self._kernels.get(unit)
+        if kernels is None:
             moves = moves_of(self._size, self.tile, unit) if self._size else 0
-            found = FetchKernels(self.tile, unit, moves, launch.TIER, stamp=self._stamp)
-            self._kernels[unit] = found
-        return found
+            kernels = FetchKernels(self.tile, unit, moves, launch.TIER, stamp=self._stamp)
+            self._kernels[unit] = kernels
+        return kernels
+
+
+@dataclass(frozen=True, slots=True)
+class FetchVariant:
+    """The kernel that `DirectFetch` launches.
+
+    ``form``: `launch.ROWS` or `launch.NUMBERS`. ``tile``: threads per key; None: the fastest for the row
+    size. ``stamp``: count as a use of the keys. ``defines``: see `loader.kernel`.
+    """
+
+    form: int = launch.ROWS
+    tile: int | None = None
+    stamp: bool = True
+    defines: tuple[str, ...] = ()
+
+
+_ROWS = FetchVariant()
 
 
 class DirectFetch:
@@ -214,19 +231,15 @@ class DirectFetch:
         keys: Any,
         out: Any,
         misses: Any,
-        *,
-        form: int = launch.ROWS,
-        tile: int | None = None,
-        stamp: bool = True,
-        defines: tuple[str, ...] = (),
+        variant: FetchVariant = _ROWS,
     ) -> None:
         """Fetch ``keys (n,)``, n > 0, to ``out (n, dim)`` or, for ``launch.NUMBERS``, ``(n,) uint32``.
 
         ``misses (4 + n,) uint32``: [0] must be zero and counts the misses; their positions follow from [4]
         on, unordered.
         """
-        numbers = form == launch.NUMBERS
-        tile = tile or tile_of(4 if numbers else table.table.row_bytes, len(keys))
+        numbers = variant.form == launch.NUMBERS
+        tile = variant.tile or tile_of(4 if numbers else table.table.row_bytes, len(keys))
         args = KernelStruct(FETCH_ARGS)
         args["misses"], args["miss_count"] = misses.data.ptr + 16, misses.data.ptr
         args["parts"] = 1
@@ -236,20 +249,35 @@ class DirectFetch:
         part["keys"], part["out"], part["n"] = keys.data.ptr, out.data.ptr, len(keys)
         part["now"], part["policy"] = table.now, table.stamping
         unit = 16 if numbers else unit_of(table.table.row_bytes | out.data.ptr)
-        moves = 0 if numbers else moves_of(table.table.row_bytes, tile, unit)
-        stamp = stamp and bool(table.stamping)
-        which = tile, unit, moves, form, stamp, defines
-        run = self._kernels.get(which)
-        if run is None:
-            run = FetchKernels(tile, unit, moves, form, stamp=stamp, defines=defines)
-            self._kernels[which] = run
+        kernels = self._kernels_for(table, variant, tile, unit)
         stream, blocks, later = cupy().cuda.get_current_stream(), blocks_of(len(keys), tile), None
         windows = 1
-        if form == launch.ROWS:
+        if variant.form == launch.ROWS:
             windows = windows_of(table.shape.host_bytes, len(keys))
         if windows > 1:
             later = cupy().empty(len(keys), np.uint32)
-        self._readers.run(stream, lambda: run.launch(blocks, args, stream, windows, later))
+        self._readers.run(stream, lambda: kernels.launch(blocks, args, stream, windows, later))
+
+    def _kernels_for(
+        self, table: GpuTable, variant: FetchVariant, tile: int, unit: int
+    ) -> FetchKernels:
+        form, defines = variant.form, variant.defines
+        moves = 0 if form == launch.NUMBERS else moves_of(table.table.row_bytes, tile, unit)
+        stamp = variant.stamp and bool(table.stamping)
+        key = tile, unit, moves, form, stamp, defines
+        kernels = self._kernels.get(key)
+        if kernels is None:
+            kernels = FetchKernels(tile, unit, moves, form, stamp=stamp, defines=defines)
+            self._kernels[key] = kernels
+        return kernels
 
 
-__all__ = ["PART", "PARTS", "PARTS_AT", "DirectFetch", "FetchArguments", "FetchWorkspace"]
+__all__ = [
+    "PART",
+    "PARTS",
+    "PARTS_AT",
+    "DirectFetch",
+    "FetchArguments",
+    "FetchVariant",
+    "FetchWorkspace",
+]

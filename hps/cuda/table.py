@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,14 +31,25 @@ _RANKED_AT_ONCE = 1 << 20
 """Slots that `GpuTable.ranks` reads per launch."""
 
 
+@dataclass(frozen=True, slots=True)
+class GpuTableOptions:
+    """Options of a `GpuTable`.
+
+    ``host_rows`` of its rows are in pinned host memory, which the kernels access over the bus. A ``static``
+    table is filled before it has readers, with unique keys, and then sealed; ``policy`` is ignored. The clock
+    ticks ``ticks`` times while the table admits as many rows as its capacity; epochs last ``epoch_s``
+    seconds, or until the caller advances them.
+    """
+
+    policy: EvictionPolicy = EvictionPolicy.LRU
+    host_rows: int = 0
+    static: bool = False
+    ticks: int = TICKS_A_TURN
+    epoch_s: float | None = None
+
+
 class GpuTable:
     """Arrays of ``table`` on the current device for ``capacity`` (> 0) rows; empty at first.
-
-    ``host_rows`` of them are in pinned host memory, which the kernels access over the bus. The clock ticks
-    ``ticks`` times while the table admits as many rows as its capacity; epochs last ``epoch_s`` seconds, or
-    until the caller advances them.
-
-    A ``static`` table is filled before it has readers, with unique keys, and then sealed.
 
     Raises ConfigError, with the capacity that would fit, if there is not enough memory. Attributes
     may be read from any thread; the methods are the writer's.
@@ -51,36 +63,38 @@ class GpuTable:
     """Scores of 64 bits by slot, where the caller gives them; else None."""
 
     def __init__(
-        self,
-        table: EmbeddingTable,
-        capacity: int,
-        policy: EvictionPolicy = EvictionPolicy.LRU,
-        host_rows: int = 0,
-        *,
-        static: bool = False,
-        ticks: int = TICKS_A_TURN,
-        epoch_s: float | None = None,
+        self, table: EmbeddingTable, capacity: int, options: GpuTableOptions | None = None
     ) -> None:
-        cp = cupy()
+        options = options or GpuTableOptions()
         self.table = table
-        self._ticks = ticks
-        self._epoch_s = epoch_s
-        self._since = time.monotonic()
-        self.static = static
-        self.policy = EvictionPolicy.NONE if static else policy
+        self.static = options.static
+        self.policy = EvictionPolicy.NONE if options.static else options.policy
         scored = self.policy is EvictionPolicy.SCORE
         self.shape: GpuTableShape = plan_table_shape(
-            table, capacity, host_rows, static=static, scored=scored
+            table, capacity, options.host_rows, static=options.static, scored=scored
         )
+        self._allocate()
+        self.filled = 0  # rows written of a static table; no later write takes them
+        self.sealed = False
+        self._start_clock(options)
+        self._admitted = 0
+        self.evicted = 0
+        self.dropped = 0
+        stream = cupy().cuda.get_current_stream()
+        self._clear(stream, fresh=True)
+        stream.synchronize()
+
+    def _allocate(self) -> None:
+        """Allocate the arrays and collect the addresses and sizes that kernels take."""
         shape = self.shape
         if shape.bytes > free_bytes():
-            raise out_of_memory_error(table, shape)
+            raise out_of_memory_error(self.table, shape)
         try:
-            self._allocate()
-        except cp.cuda.memory.OutOfMemoryError as error:
-            self._forget()
-            raise out_of_memory_error(table, shape) from error
-        self.host = pinned(table, shape)
+            self._allocate_on_device()
+        except cupy().cuda.memory.OutOfMemoryError as error:
+            self._release()
+            raise out_of_memory_error(self.table, shape) from error
+        self.host = pinned(self.table, shape)
         host = self.host.ptr - shape.device_rows * shape.stride if self.host else 0
         self.pointers = (
             self.lines.data.ptr,
@@ -88,29 +102,12 @@ class GpuTable:
             host % 2**64,
             self.versions.data.ptr,
         )
-        self.slot_scores_at = self.slot_scores.data.ptr if scored else 0
-        self.sizes = (shape.buckets, shape.stride, table.row_bytes, shape.device_rows)
-        # The policy as fetch gets it: 0 if hits do not change scores.
-        self.stamping = 0 if scored else int(self.policy.rule)
-        self.age = 0
-        if self.policy.rule is EvictionPolicy.LRU:
-            self.age = max(1, ticks // AGES_A_TURN)
-            self.stamping |= self.age << POLICY_BITS
-        self.filled = 0  # rows written of a static table; no later write takes them
-        self.sealed = False
-        self.clock = 1
-        self.epoch = 0
-        self._began = 0, self.clock
-        self._has_epochs = self.policy in (EvictionPolicy.LFU, EvictionPolicy.EPOCH_LRU)
-        self._admitted = 0
-        self.evicted = 0
-        self.dropped = 0
-        self._clear(cp.cuda.get_current_stream(), fresh=True)
-        cp.cuda.get_current_stream().synchronize()
+        self.slot_scores_at = self.slot_scores.data.ptr if shape.scored else 0
+        self.sizes = (shape.buckets, shape.stride, self.table.row_bytes, shape.device_rows)
 
-    def _allocate(self) -> None:
+    def _allocate_on_device(self) -> None:
         cp, shape = cupy(), self.shape
-        self._forget()
+        self._release()
         self.lines = cp.empty(shape.buckets * BUCKET_BYTES, np.uint8)
         self.rows = cp.empty(shape.device_rows * shape.stride, np.uint8)
         self.versions = cp.zeros(shape.rows, np.uint64)
@@ -118,9 +115,24 @@ class GpuTable:
         if shape.scored:
             self.slot_scores = cp.zeros(shape.slots, np.uint64)
 
-    def _forget(self) -> None:
+    def _release(self) -> None:
         """Release the arrays, so that the free memory that is reported includes them."""
         self.lines = self.rows = self.versions = self.spare = self.slot_scores = None
+
+    def _start_clock(self, options: GpuTableOptions) -> None:
+        self._ticks = options.ticks
+        self._epoch_s = options.epoch_s
+        self._since = time.monotonic()
+        # The policy as fetch gets it: 0 if hits do not change scores.
+        self.stamping = 0 if self.shape.scored else int(self.policy.rule)
+        self.age = 0
+        if self.policy.rule is EvictionPolicy.LRU:
+            self.age = max(1, self._ticks // AGES_A_TURN)
+            self.stamping |= self.age << POLICY_BITS
+        self.clock = 1
+        self.epoch = 0
+        self._began = 0, self.clock
+        self._has_epochs = self.policy in (EvictionPolicy.LFU, EvictionPolicy.EPOCH_LRU)
 
     @property
     def now(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,29 @@ from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.table import GpuTable
 
 ARGS = struct.Struct("<15Q10I")  # WRITE_ARGS, packed in one call like fetch's
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRows:
+    """Rows of a write: C-contiguous device arrays, or None.
+
+    ``keys (n,)``, ``versions (n,)``, ``vectors (n, dim)`` (None: the keys are deleted) and
+    ``scores (n,) uint64`` if the caller gives them (`EvictionPolicy.SCORE`).
+    """
+
+    keys: Any
+    versions: Any
+    vectors: Any = None
+    scores: Any = None
+
+    def addresses(self, start: int, row_bytes: int) -> tuple[int, int, int, int]:
+        """Return the addresses from row ``start`` on of keys, vectors, versions and scores; 0 for None."""
+        return (
+            self.keys.data.ptr + 8 * start,
+            0 if self.vectors is None else self.vectors.data.ptr + row_bytes * start,
+            self.versions.data.ptr + 8 * start,
+            0 if self.scores is None else self.scores.data.ptr + 8 * start,
+        )
 
 
 class GpuTableWriter:
@@ -40,42 +64,29 @@ class GpuTableWriter:
     def write(
         self,
         table: GpuTable,
-        keys: Any,
-        vectors: Any,
-        versions: Any,
+        rows: WrittenRows,
         oldest_tombstone: int,
         *,
-        scores: Any = None,
         update: bool = False,
         unique: bool = False,
     ) -> None:
-        """Insert or update ``keys (n,)`` with ``vectors (n, dim)``; delete them if it is None.
+        """Insert or update ``rows``, or delete their keys; ``unique``: no key is repeated.
 
-        Device arrays, C-contiguous; ``scores (n,) uint64`` if the caller gives them
-        (`EvictionPolicy.SCORE`); ``unique``: no key is repeated. Every fetch launched after the return sees
-        the result.
+        Every fetch launched after the return sees the result.
         """
-        row_bytes = table.table.row_bytes
-        for start in range(0, len(keys), table.shape.batch):
-            n = min(table.shape.batch, len(keys) - start)
-            rows = 0 if vectors is None else vectors.data.ptr + row_bytes * start
-            self._pack(
-                table,
-                n,
-                keys.data.ptr + 8 * start,
-                rows,
-                versions.data.ptr + 8 * start,
-                0 if scores is None else scores.data.ptr + 8 * start,
-                0 if unique else self._position.data.ptr,
-                oldest_tombstone,
-            )
+        row_bytes, total = table.table.row_bytes, len(rows.keys)
+        position = 0 if unique else self._position.data.ptr
+        for start in range(0, total, table.shape.batch):
+            n = min(table.shape.batch, total - start)
+            addresses = rows.addresses(start, row_bytes)
+            self._pack(table, n, addresses, position, oldest_tombstone)
             if not unique:
                 self._launch("dedup_kernel", n)
-            self._write_some(table, unit_of(row_bytes | rows), n, update=update)
+            self._write_some(table, unit_of(row_bytes | addresses[1]), n, update=update)
 
     def evict(self, table: GpuTable, keys: Any) -> None:
         """Evict ``keys (n,)``, a device array."""
-        self._pack(table, len(keys), keys.data.ptr)
+        self._pack(table, len(keys), (keys.data.ptr, 0, 0, 0))
         self._launch("evict_kernel", len(keys), WRITE_TILE)
         self.finish()
 
@@ -103,21 +114,18 @@ class GpuTableWriter:
         self,
         table: GpuTable,
         n: int,
-        keys: int,
-        vectors: int = 0,
-        versions: int = 0,
-        scores: int = 0,
+        addresses: tuple[int, int, int, int],
         position: int = 0,
         oldest_tombstone: int = 0,
     ) -> None:
-        """Pack the arguments of the next launch; arrays by their addresses, 0 for none."""
+        """Pack the arguments of the next launch; ``addresses`` as `WrittenRows` returns them."""
         ARGS.pack_into(
             self._args.array.data,
             0,
             *table.pointers,
             table.slot_scores_at,
             table.spare.data.ptr + 4 * table.filled,
-            *(keys, vectors, versions, scores),
+            *addresses,
             position,
             self._scratch.data.ptr,
             self._counters.data.ptr,
@@ -128,6 +136,6 @@ class GpuTableWriter:
             (1 << (2 * n - 1).bit_length()) - 1,
             table.first_score,
             table.policy.rule,
-            not vectors,
+            not addresses[1],
             table.age,
         )

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cuda.fetch import PARTS, DirectFetch, FetchArguments, FetchWorkspace
+from hps.cuda.fetch import PARTS, DirectFetch, FetchArguments, FetchVariant, FetchWorkspace
+from hps.cuda.launch import NUMBERS
 from hps.cuda.layout import NO_ROW
 from hps.cuda.memory import allocate_buffers
 from hps.cuda.miss_fill import PreparedMissFill
@@ -23,6 +24,7 @@ from hps.cuda.prepared import (
     PreparedRowPooling,
 )
 from hps.cuda.table import GpuTable
+from hps.cuda.table_writer import WrittenRows
 from hps.errors import TierTimeout
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.gpu.checks import (
@@ -37,6 +39,9 @@ from hps.tiers.gpu.checks import (
 )
 from hps.tiers.gpu.tables import GpuTables
 from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, oldest_tombstone
+
+_NUMBERS = FetchVariant(NUMBERS, stamp=False)
+_UNSTAMPED = FetchVariant(stamp=False)
 
 
 class GpuCache(GpuTables):
@@ -137,7 +142,7 @@ class GpuCache(GpuTables):
             out = cp.full(len(keys), NO_ROW, np.uint32)
             if held is not None and len(keys):
                 misses = cp.empty(4, np.uint32)
-                self.direct.fetch(held, cp.asarray(keys), out, misses, form=2, stamp=False)
+                self.direct.fetch(held, cp.asarray(keys), out, misses, _NUMBERS)
         return out
 
     def prepare(
@@ -241,7 +246,7 @@ class GpuCache(GpuTables):
                 self.insert(table, **chosen, unique=unique)
                 if not unique:
                     misses = cp.zeros(4 + count, np.uint32)
-                    self.direct.fetch(held, chosen["keys"], chosen["vectors"], misses, stamp=False)
+                    self.direct.fetch(held, chosen["keys"], chosen["vectors"], misses, _UNSTAMPED)
                     arrays["vectors"][new] = chosen["vectors"]
         return n - count
 
@@ -286,9 +291,10 @@ class GpuCache(GpuTables):
         """Write rows, or tombstones if ``arrays`` has no vectors."""
         held, arrays = self._prepare(table, **arrays)
         if held is not None:
-            arrays["oldest_tombstone"] = oldest_tombstone(table, self._clock())
+            rows = WrittenRows(**arrays)
+            oldest = oldest_tombstone(table, self._clock())
             with self._device:
-                self._writer.write(held, **{"vectors": None} | arrays, update=update, unique=unique)
+                self._writer.write(held, rows, oldest, update=update, unique=unique)
 
     def _prepare(
         self, table: EmbeddingTable, **arrays: Any

@@ -11,7 +11,7 @@ from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import cupy
 from hps.cuda.memory import allocate_buffers
 from hps.cuda.reader_events import ReaderEvents
-from hps.cuda.table import GpuTable
+from hps.cuda.table import GpuTable, GpuTableOptions
 from hps.cuda.table_writer import GpuTableWriter
 from hps.errors import BadRequest, ConfigError
 from hps.tiers.gpu.device_space import DeviceSpace
@@ -49,7 +49,7 @@ class GpuTables:
         """Add ``table`` with a capacity of ``rows`` rows (rounded up to whole buckets); 0 removes it.
 
         ``host_rows`` of them are in pinned host memory. ``clock``: ``ticks`` and ``epoch_s`` of
-        `GpuTable`. A ``static`` table keeps all of its ``rows``: insert each key once, then `seal` it.
+        `GpuTableOptions`. A ``static`` table keeps all of its ``rows``: insert each key once, then `seal` it.
         It must not be read before that, and can't be changed afterwards."""
         if rows < 0:
             raise ConfigError(
@@ -62,8 +62,9 @@ class GpuTables:
         if rows == 0:
             self.drop_table(table)
             return
+        options = GpuTableOptions(policy, host_rows, static, **clock)
         with self._device:
-            self._tables[table] = GpuTable(table, rows, policy, host_rows, static=static, **clock)
+            self._tables[table] = GpuTable(table, rows, options)
 
     def seal(self, table: EmbeddingTable) -> int:
         """Finish the filling of a static table; return the number of keys without a slot.

@@ -8,7 +8,7 @@ import pytest
 
 from hps.cuda import loader, memory, table
 from hps.cuda.layout import EvictionPolicy, plan_table_shape
-from hps.cuda.table import GpuTable
+from hps.cuda.table import GpuTable, GpuTableOptions
 from hps.errors import ConfigError
 from hps.node.gpu_caches import device_count
 from hps.types import EmbeddingTable
@@ -95,7 +95,7 @@ def test_failed_device_allocation_reports_a_smaller_capacity(device, failing):
     shape = plan_table_shape(TABLE, 1_000_000, scored=True)
     assert shape.bytes < FREE
     with pytest.raises(ConfigError) as error:
-        GpuTable(TABLE, 1_000_000, EvictionPolicy.SCORE)
+        GpuTable(TABLE, 1_000_000, GpuTableOptions(EvictionPolicy.SCORE))
     message = f"needs {shape.bytes:,} bytes for 1,000,000 rows, and {FREE:,} are free on the device"
     assert message in str(error.value)
     suggested = suggested_rows(error)

@@ -9,6 +9,7 @@ import pytest
 
 from hps.cuda import fetch as fetch_module
 from hps.cuda import launch, layout, loader
+from hps.cuda.fetch import FetchVariant
 from hps.cuda.layout import EMPTY, NO_ROW, ROW_MASK, SLOT, TOMBSTONE, EvictionPolicy
 from hps.cuda.loader import cupy
 from hps.cuda.twin import TwinTable
@@ -226,7 +227,7 @@ def test_every_thread_count_finds_the_same_rows(tile, form):
     )
     held, misses = cache.held(table), cp.zeros(4 + len(keys), np.uint32)
     out = cp.zeros(len(keys) if form else (len(keys), 8), np.uint32 if form else np.float32)
-    cache.direct.fetch(held, cp.asarray(keys), out, misses, form=form, tile=tile)
+    cache.direct.fetch(held, cp.asarray(keys), out, misses, FetchVariant(form, tile))
     missing = len(fetch(cache, table, keys).missing)
     if form == launch.NUMBERS:
         numbers = out.get()
@@ -604,7 +605,7 @@ def read(cache, table, key_count, started, stop, wrong, found, seed, defines):
         while not stop.is_set():
             out.view(np.uint32).fill(0xFFFFFFFF)
             misses[:4] = 0
-            cache.direct.fetch(cache.held(table), keys, out, misses, defines=defines)
+            cache.direct.fetch(cache.held(table), keys, out, misses, FetchVariant(defines=defines))
             rows = out.view(np.uint32)
             untouched = (rows == np.uint32(0xFFFFFFFF)).all(axis=1)
             right = (rows == marked_rows(cp, keys, rows[:, 1])).all(axis=1)
