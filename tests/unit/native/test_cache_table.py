@@ -1,4 +1,4 @@
-"""The CPU cache's compiled table against its NumPy twin: the same answers, places and victims."""
+"""The CPU cache's compiled table against its NumPy twin: equal results, placement and evictions."""
 
 import sys
 
@@ -14,18 +14,18 @@ from hps.native import twin_pool
 KEY = st.integers(-(2**63), 2**63 - 1) | st.integers(-40, 40)
 KEYS = st.lists(KEY, max_size=30)
 CAPACITY = st.sampled_from([1, 2, 5, 24, 40, 60, 100])
-# LFU is left out where uses count: its dice fall otherwise in each twin.
-DETERMINED = st.sampled_from(["lru", "random", "fifo"])
-# The last: 32 values and the bytes of their scale.
+# Without LFU: it counts uses with random numbers, which differ between the twins.
+DETERMINISTIC = st.sampled_from(["lru", "random", "fifo"])
+# The int8 rows: 32 values and 4 bytes for their scale.
 ROW = st.sampled_from(
     [(1, np.float16), (3, np.float32), (16, np.float32), (32, np.float32), (36, np.int8)]
 )
-VERB = st.sampled_from(
+OPERATION = st.sampled_from(
     ["insert", "insert", "insert", "update", "delete", "evict", "fetch", "gather"]
 )
 
 
-def both(capacity, row=(3, np.float32), eviction="lru", **kernels):
+def native_and_twin(capacity, row=(3, np.float32), eviction="lru", **kernels):
     like = np.empty((0, row[0]), row[1])
     return [
         native.CacheTable(capacity, like, eviction, 2, **kernels),
@@ -38,7 +38,7 @@ def rows_of(keys, versions, row=(3, np.float32)):
 
 
 def fetch(table, keys, row=(3, np.float32), missing=None, oldest=0):
-    """All a fetch writes and returns."""
+    """Fetch into new arrays; return them and the positions still missing."""
     n = len(keys)
     out, versions = np.full((n, row[0]), 7, row[1]), np.full(n, 77, np.uint64)
     source = np.full(n, 9, np.uint8)
@@ -52,16 +52,16 @@ def state(table):
     return keys.tolist(), scores.tolist(), table.rows, table.tombstones, table.evictions
 
 
-def act(table, verb, keys, versions, row):
-    if verb == "insert":
+def apply(table, operation, keys, versions, row):
+    if operation == "insert":
         table.write(keys, rows_of(keys, versions, row), versions, 3, False)
-    elif verb == "update":
+    elif operation == "update":
         table.write(keys, rows_of(keys, versions, row), versions, 3, True)
-    elif verb == "delete":
+    elif operation == "delete":
         table.write(keys, None, versions, 3, False)
-    elif verb == "evict":
+    elif operation == "evict":
         table.evict(keys)
-    elif verb == "gather":
+    elif operation == "gather":
         out = np.full((len(keys), row[0]), 7, row[1])
         found = table.gather(keys, out)
         return [found, out if found else None]
@@ -74,36 +74,36 @@ def act(table, verb, keys, versions, row):
 @given(
     CAPACITY,
     ROW,
-    DETERMINED,
-    st.lists(st.tuples(VERB, KEYS, st.integers(0, 9)), max_size=25),
+    DETERMINISTIC,
+    st.lists(st.tuples(OPERATION, KEYS, st.integers(0, 9)), max_size=25),
 )
-def test_whatever_is_done_the_twins_are_equal(capacity, row, eviction, steps):
-    tables = both(capacity, row, eviction)
-    for verb, keys, version in steps:
+def test_random_operation_sequences_leave_both_twins_equal(capacity, row, eviction, steps):
+    tables = native_and_twin(capacity, row, eviction)
+    for operation, keys, version in steps:
         keys = np.array(keys, np.int64)
         versions = np.full(len(keys), version, np.uint64)
-        mine, other = (act(table, verb, keys, versions, row) for table in tables)
-        for left, right in zip(mine, other, strict=True):
+        results = [apply(table, operation, keys, versions, row) for table in tables]
+        for left, right in zip(*results, strict=True):
             np.testing.assert_array_equal(left, right)
         assert state(tables[0]) == state(tables[1])
         assert tables[0].rows + tables[0].tombstones <= capacity
 
 
-def test_lfu_without_uses_has_the_same_victims():
-    tables = both(40, eviction="lfu")
+def test_lfu_without_uses_evicts_the_same_rows_as_the_twin():
+    tables = native_and_twin(40, eviction="lfu")
     for n in range(60):
         keys = np.arange(n * 7, n * 7 + 7)
         for table in tables:
-            act(table, "insert", keys, np.ones(7, np.uint64), (3, np.float32))
+            apply(table, "insert", keys, np.ones(7, np.uint64), (3, np.float32))
         assert state(tables[0]) == state(tables[1])
 
 
-def test_lfu_counts_alike_on_average():
-    tables = both(2000, eviction="lfu")
+def test_lfu_scores_equal_the_twins_on_average():
+    tables = native_and_twin(2000, eviction="lfu")
     keys = np.arange(1000)
     scores = []
     for table in tables:
-        act(table, "insert", keys, np.ones(1000, np.uint64), (3, np.float32))
+        apply(table, "insert", keys, np.ones(1000, np.uint64), (3, np.float32))
         for _ in range(100):
             fetch(table, keys)
         scores.append(table.top_k(1000)[1].mean())
@@ -116,9 +116,9 @@ ROW_BYTES = [2, 32, 64, 128, 256, 512, 400, 2800]
 
 @pytest.mark.parametrize("kernels", native.cache_kernels())
 @pytest.mark.parametrize("row", [(size // 2, np.float16) for size in ROW_BYTES])
-def test_every_row_length_and_batch_length(row, kernels):
-    """Around the distances between steps, the threshold from which the GIL is released, and beyond."""
-    tables = both(6000, row, kernels=kernels)
+def test_reads_equal_the_twins_for_every_row_and_batch_length(row, kernels):
+    """Batch lengths around the prefetch distances and the threshold above which the GIL is released."""
+    tables = native_and_twin(6000, row, kernels=kernels)
     keys = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 6000)
     versions = np.arange(6000).astype(np.uint64)
     for table in tables:
@@ -128,21 +128,21 @@ def test_every_row_length_and_batch_length(row, kernels):
         assert tables[0].gather(keys[:n], out)
         np.testing.assert_array_equal(out, rows_of(keys[:n], versions[:n], row))
         for at in {0, n // 2, n - 1} if n else ():
-            lacking = keys[:n].copy()
-            lacking[at] = 12345
-            assert not tables[0].gather(lacking, out)
-        asked = np.concatenate([keys[:n], keys[:n] + 1])
+            keys_with_a_miss = keys[:n].copy()
+            keys_with_a_miss[at] = 12345
+            assert not tables[0].gather(keys_with_a_miss, out)
+        keys_and_absent = np.concatenate([keys[:n], keys[:n] + 1])
         missing = np.flatnonzero(np.random.default_rng(n).random(2 * n) < 0.7)
-        for mine, other in zip(
-            fetch(tables[0], asked, row, missing),
-            fetch(tables[1], asked, row, missing),
+        for compiled, expected in zip(
+            fetch(tables[0], keys_and_absent, row, missing),
+            fetch(tables[1], keys_and_absent, row, missing),
             strict=True,
         ):
-            np.testing.assert_array_equal(mine, other)
+            np.testing.assert_array_equal(compiled, expected)
 
 
 @pytest.mark.parametrize("buckets", [1, 7, 4096, 2**32 - 1])
-def test_every_bucket_is_a_home(buckets):
+def test_home_buckets_are_in_range_and_evenly_used(buckets):
     home = twin.homes(np.arange(-20_000, 20_000), buckets)
     assert home.min() >= 0
     assert home.max() < buckets
@@ -161,26 +161,25 @@ def test_every_bucket_is_a_home(buckets):
         np.arange(3_200_000)[native.partition_hash(np.arange(3_200_000)) >> np.uint64(60) == 3],
     ],
 )
-def test_no_pattern_of_keys_crowds_the_buckets(keys):
-    """Strides, keys with their entropy on top, the keys of one partition: all find room."""
-    table, twins = both(len(keys))
+def test_patterned_keys_fill_the_table_without_eviction_or_crowded_buckets(keys):
+    """Strided keys, keys that differ only in their high bits, and the keys of one hash partition."""
+    table, _ = native_and_twin(len(keys))
     table.write(keys, None, np.ones(len(keys), np.uint64), 0, False)
     assert (table.tombstones, table.evictions) == (len(keys), 0)
     load = np.bincount(twin.homes(keys, 4096), minlength=4096)
     assert load.max() < 2 * len(keys) / 4096
-    del twins
 
 
-def test_bytes_equal_the_twins():
+def test_cache_bytes_equal_the_twins_for_every_capacity_and_row():
     for capacity in (1, 2, 3, 100, 12_345, 10**9):
         for row_bytes in (2, 12, 64, 500):
             assert native.cache_bytes(capacity, row_bytes) == twin.cache_bytes(capacity, row_bytes)
     assert native.cache_kernels()[-1] == "baseline"
     with pytest.raises(ValueError, match="can't run the kernels neon9"):
-        both(1, kernels="neon9")
+        native_and_twin(1, kernels="neon9")
 
 
-BAD = {
+WRONG_FETCHES = {
     "out of another dim": lambda a: a.update(out=np.zeros((3, 5), np.float32)),
     "out of another dtype": lambda a: a.update(out=np.zeros((3, 4), np.float64)),
     "out too short": lambda a: a.update(out=np.zeros((2, 4), np.float32)),
@@ -194,8 +193,8 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
-def test_wrong_arrays_are_refused_before_anything_is_written(spoil):
+@pytest.mark.parametrize("spoil", WRONG_FETCHES.values(), ids=WRONG_FETCHES)
+def test_fetch_rejects_wrong_arrays_and_writes_nothing(spoil):
     table = native.CacheTable(10, np.empty((0, 4), np.float32), "lru", 2)
     table.write(np.arange(3), np.ones((3, 4), np.float32), np.ones(3, np.uint64), 0, False)
     arrays = {
@@ -213,7 +212,7 @@ def test_wrong_arrays_are_refused_before_anything_is_written(spoil):
             table.gather(arrays["keys"], arrays["out"])
 
 
-BAD_WRITES = {
+WRONG_WRITES = {
     "rows of another dim": {"rows": np.zeros((3, 5), np.float32)},
     "rows of another dtype": {"rows": np.zeros((3, 4), np.float16)},
     "too few rows": {"rows": np.zeros((2, 4), np.float32)},
@@ -223,8 +222,8 @@ BAD_WRITES = {
 }
 
 
-@pytest.mark.parametrize("wrong", BAD_WRITES.values(), ids=BAD_WRITES)
-def test_wrong_rows_are_not_written(wrong):
+@pytest.mark.parametrize("wrong", WRONG_WRITES.values(), ids=WRONG_WRITES)
+def test_write_rejects_wrong_arrays_and_stores_nothing(wrong):
     table = native.CacheTable(10, np.empty((0, 4), np.float32), "lru", 2)
     good = {
         "keys": np.arange(3), "versions": np.zeros(3, np.uint64),
@@ -244,7 +243,7 @@ def test_wrong_rows_are_not_written(wrong):
         ({"eviction": "mru"}, ValueError),
     ],
 )
-def test_what_can_not_be_a_table_is_refused(module, wrong, error):
+def test_table_with_invalid_capacity_or_eviction_is_rejected(module, wrong, error):
     good = {"capacity": 10, "like": np.empty((0, 4), np.float32), "eviction": "lru", "code": 2}
     module.CacheTable(**good)
     with pytest.raises(error):
@@ -252,7 +251,7 @@ def test_what_can_not_be_a_table_is_refused(module, wrong, error):
 
 
 @pytest.mark.parametrize("dim", [1, 16, 32, 128, 50])
-def test_rows_by_number(dim):
+def test_copy_rows_copies_rows_by_number_and_rejects_others(dim):
     rows = np.arange(100 * dim, dtype=np.float32).reshape(100, dim)
     numbers = np.random.default_rng(1).integers(0, 100, 333)
     out = np.empty((333, dim), np.float32)
@@ -266,14 +265,14 @@ def test_rows_by_number(dim):
 
 
 @pytest.mark.parametrize("gather_all", [native.gather_all, twin_pool.gather_all])
-def test_gather_all_holds_its_tables_for_the_whole_call(gather_all):
-    table, other = both(10)[0], both(10)[0]
+def test_gather_all_keeps_a_table_alive_that_is_removed_during_the_call(gather_all):
+    table, other = native_and_twin(10)[0], native_and_twin(10)[0]
     table.write(np.arange(3), np.ones((3, 3), np.float32), np.ones(3, np.uint64), 0, False)
     tables = {"first": table}
     references = []
 
-    class DropsTheFirst:
-        """A name whose look-up drops another table, as `CpuCache.close` does on another thread."""
+    class RemovesTheFirstTable:
+        """A name whose lookup removes another table, as `CpuCache.close` may do on another thread."""
 
         def __hash__(self):
             if len(tables) == 2:
@@ -281,12 +280,12 @@ def test_gather_all_holds_its_tables_for_the_whole_call(gather_all):
                 references.append(sys.getrefcount(table))
             return 1
 
-    last = DropsTheFirst()
+    last = RemovesTheFirstTable()
     tables[last] = other
     references.append(sys.getrefcount(table))
-    asks = [
+    requests = [
         (name, np.arange(n), np.empty((n, 3), np.float32)) for name, n in (("first", 3), (last, 0))
     ]
-    assert gather_all(tables, asks)
-    assert references[0] == references[1]  # the dictionary's, then the call's
-    np.testing.assert_array_equal(asks[0][2], np.ones((3, 3)))
+    assert gather_all(tables, requests)
+    assert references[0] == references[1]  # first the dictionary holds the table, then the call
+    np.testing.assert_array_equal(requests[0][2], np.ones((3, 3)))

@@ -1,4 +1,4 @@
-"""The message decoders, compiled and twin: equal for any bytes, and refusing arrays that don't fit."""
+"""The update message codec, compiled and twin: equal results for any bytes; wrong arrays are rejected."""
 
 import struct
 import sys
@@ -20,7 +20,7 @@ NO_BYTES = np.zeros(0, np.uint8)
 
 
 def seal(message):
-    """With its own length and checksum, so that what stands behind them is looked at."""
+    """Set the message's length and checksum, so that the decoder checks the fields behind them."""
     message = bytearray(message)
     struct.pack_into("<I", message, 12, len(message))
     struct.pack_into("<I", message, 8, zlib.crc32(message[:8] + message[12:]))
@@ -34,17 +34,17 @@ LARGE = seal(
 )
 
 
-def some(*usual):
-    """Mostly a usual value."""
+def mostly(*usual):
+    """A strategy that draws one of the usual values most of the time."""
     return st.sampled_from([*usual * 8, 4, 127, 255])
 
 
 @st.composite
 def native_messages(draw):
-    """Headers and columns that are often right, and rarely wrong in more than one place."""
-    up, down, dim = draw(some(0, 1, 3)), draw(some(0, 2)), draw(some(1, 2, 5))
+    """Headers and columns that are often valid, and rarely wrong in more than one field."""
+    up, down, dim = draw(mostly(0, 1, 3)), draw(mostly(0, 2)), draw(mostly(1, 2, 5))
     dtype, name = (
-        draw(some(0, 0, 1)),
+        draw(mostly(0, 0, 1)),
         draw(st.sampled_from([b"m/t", b"m/other_tab", b"n/t", b"\xe4"])),
     )
     padded = name + bytes(-len(name) % 8)
@@ -52,7 +52,7 @@ def native_messages(draw):
         16 * (up + down) + up * dim * (2 if dtype == 1 else 4) + draw(st.sampled_from([0, 0, 0, 8]))
     )
     columns = draw(st.binary(min_size=min(size, 64), max_size=64)).ljust(size, b"\7")[:size]
-    fixed = (b"HPSU", draw(some(1)), draw(some(0, 0, 1)), draw(some(64)))
+    fixed = (b"HPSU", draw(mostly(1)), draw(mostly(0, 0, 1)), draw(mostly(64)))
     counts = (up, down, dim, dtype, draw(st.sampled_from([0, 0, 0, 0, 0, 1])), len(name))
     head = HEADER.pack(
         *fixed,
@@ -84,7 +84,7 @@ PAYLOADS = st.lists(
 
 
 def outcome(call, *arguments):
-    """What a decoder returns, in terms that compare: arrays with their dtype and bytes."""
+    """A decoder's result in values that compare: arrays as dtype, shape and bytes."""
 
     def plain(value):
         if isinstance(value, np.ndarray):
@@ -95,24 +95,24 @@ def outcome(call, *arguments):
 
 
 @given(PAYLOADS, st.sampled_from([4, 8]), st.sampled_from([4, 8]), st.sampled_from([40, 10_000]))
-def test_any_bytes_decode_alike_as_hps_messages(payloads, key_bytes, row_bytes, longest):
+def test_decode_hps_equals_its_twin_for_any_bytes(payloads, key_bytes, row_bytes, longest):
     m = len(payloads)
     keyed, stamps = np.arange(m) % 5 == 4, np.arange(m).astype(np.uint64) + np.uint64(2**63)
     rest = (keyed.astype(np.uint8), stamps, key_bytes, row_bytes, longest)
-    mine = outcome(native.decode_hps, payloads, *rest)
-    assert mine == outcome(twin_codec.decode_hps, payloads, *rest)
+    compiled = outcome(native.decode_hps, payloads, *rest)
+    assert compiled == outcome(twin_codec.decode_hps, payloads, *rest)
 
 
 @given(PAYLOADS, st.sampled_from([120, 10_000]))
-def test_any_bytes_decode_alike_as_native_messages(payloads, longest):
-    mine = outcome(native.decode_native, payloads, longest)
-    assert mine == outcome(twin_codec.decode_native, payloads, longest)
+def test_decode_native_equals_its_twin_for_any_bytes(payloads, longest):
+    compiled = outcome(native.decode_native, payloads, longest)
+    assert compiled == outcome(twin_codec.decode_native, payloads, longest)
 
 
 @given(st.lists(native_messages(), min_size=1, max_size=5))
-def test_nothing_is_taken_of_a_message_with_a_fault(payloads):
-    found, groups = native.decode_native(payloads, 10_000)
-    messages = found.view(MESSAGE)
+def test_faulty_native_messages_contribute_to_no_group(payloads):
+    records, groups = native.decode_native(payloads, 10_000)
+    messages = records.view(MESSAGE)
     assert ((messages["reason"] == Reason.OK) == (messages["group"] >= 0)).all()
     for number, group in enumerate(groups):
         own = messages[messages["group"] == number]
@@ -120,8 +120,8 @@ def test_nothing_is_taken_of_a_message_with_a_fault(payloads):
         assert [len(group[3]), len(group[6])] == [own["upserts"].sum(), own["deletes"].sum()]
 
 
-def test_the_generated_messages_are_not_all_refused():
-    """Or the tests above would compare refusals only."""
+def test_generated_native_messages_are_partly_valid():
+    """Otherwise the tests above would compare nothing but rejections."""
     accepted = []
 
     @settings(max_examples=500, derandomize=True)  # the share of a few varies
@@ -139,7 +139,9 @@ def test_the_generated_messages_are_not_all_refused():
     st.sampled_from([1, 4, 64, 128, 512]),
     st.integers(1, 7),
 )
-def test_hps_messages_are_encoded_alike_and_come_back(numbers, key_bytes, row_bytes, rows):
+def test_encode_hps_equals_its_twin_and_decodes_to_the_same_rows(
+    numbers, key_bytes, row_bytes, rows
+):
     keys = np.array(numbers, np.int64)
     vectors = np.arange(len(keys) * row_bytes).astype(np.uint8)
     messages = native.encode_hps(keys, vectors, key_bytes, row_bytes, rows)
@@ -152,14 +154,13 @@ def test_hps_messages_are_encoded_alike_and_come_back(numbers, key_bytes, row_by
 
 
 @given(st.binary(max_size=400), st.integers(0, 2**32 - 1), st.integers(0, 20))
-def test_the_checksum_is_zlibs(data, start, skip):
+def test_crc32_equals_zlib(data, start, skip):
     array = np.frombuffer(data, np.uint8)[skip:]
     assert native.crc32(array, start) == zlib.crc32(data[skip:], start)
     assert twin_codec.crc32(array, start) == zlib.crc32(data[skip:], start)
 
 
-def test_a_large_batch_decodes_alike():
-    """Large enough for the GIL to be released."""
+def test_decode_hps_equals_its_twin_for_a_batch_that_releases_the_gil():
     random = np.random.default_rng(1)
     keys = random.integers(-(2**63), 2**63 - 1, 20_000)
     vectors = random.integers(0, 256, 20_000 * 20).astype(np.uint8)
@@ -170,11 +171,11 @@ def test_a_large_batch_decodes_alike():
     assert outcome(native.decode_hps, *rest) == outcome(twin_codec.decode_hps, *rest)
 
 
-def hps(module, messages=(b"",), keyed=1, stamps=1, key_bytes=8, row_bytes=4, longest=99):
+def decode_hps_with(module, messages=(b"",), keyed=1, stamps=1, **changed):
+    """Call ``decode_hps`` with valid arguments, except those passed; an integer is an array's length."""
     keyed = np.zeros(keyed, np.uint8) if isinstance(keyed, int) else keyed
-    return module.decode_hps(
-        messages, keyed, np.zeros(stamps, np.uint64), key_bytes, row_bytes, longest
-    )
+    sizes = {"key_bytes": 8, "row_bytes": 4, "longest": 99} | changed
+    return module.decode_hps(messages, keyed, np.zeros(stamps, np.uint64), *sizes.values())
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -189,16 +190,16 @@ def hps(module, messages=(b"",), keyed=1, stamps=1, key_bytes=8, row_bytes=4, lo
         {"longest": 2**32},
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(module, wrong):
+def test_decode_hps_rejects_arguments_that_do_not_fit(module, wrong):
     with pytest.raises(ValueError, match="must"):
-        hps(module, **wrong)
+        decode_hps_with(module, **wrong)
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_messages_are_bytes_or_none(module):
+def test_decoders_reject_messages_other_than_bytes_and_none(module):
     for messages in (["text"], [bytearray(3)], [3]):
         with pytest.raises(TypeError, match="messages must be bytes or None"):
-            hps(module, messages)
+            decode_hps_with(module, messages)
         with pytest.raises(TypeError, match="messages must be bytes or None"):
             module.decode_native(messages, 99)
     with pytest.raises(ValueError, match="max_bytes"):
@@ -206,24 +207,24 @@ def test_messages_are_bytes_or_none(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_what_cannot_be_encoded_is_refused(module):
+def test_encode_hps_rejects_invalid_arguments(module):
     keys = np.zeros(2, np.int64)
     for wrong in ((NO_BYTES, 8, 4, 1), (np.zeros(8, np.uint8), 8, 4, 0)):
         with pytest.raises(ValueError, match="must"):
             module.encode_hps(keys, *wrong)
 
 
-def test_compiled_functions_refuse_arrays_they_would_misread():
+def test_compiled_codec_rejects_other_dtypes_dimensions_and_strides():
     for keyed in (np.zeros(1, np.int64), np.zeros((1, 1), np.uint8), np.zeros(3, np.uint8)[::2]):
         with pytest.raises(TypeError):
-            hps(native, [b""] * len(keyed), keyed=keyed, stamps=len(keyed))
+            decode_hps_with(native, [b""] * len(keyed), keyed=keyed, stamps=len(keyed))
     with pytest.raises(TypeError):
         native.encode_hps(np.zeros(1, np.int32), np.zeros(4, np.uint8), 8, 4, 1)
 
 
-@pytest.mark.parametrize("what", ["decode_hps", "encode_hps", "decode_native"])
-def test_other_threads_run_while_a_large_batch_is_worked_on(what):
-    """Nobody is made to hand the GIL over, so the other thread runs only where it is given."""
+@pytest.mark.parametrize("function", ["decode_hps", "encode_hps", "decode_native"])
+def test_codec_releases_the_gil_for_a_large_batch(function):
+    """With a switch interval of 60 s, another thread runs only if the call releases the GIL."""
     keys, vectors = np.arange(50_000), np.zeros(50_000 * 256, np.uint8)
     messages = _core.encode_hps(keys, vectors, 8, 256, 1000)
     marks = np.zeros(len(messages), np.uint8), np.zeros(len(messages), np.uint64)
@@ -246,7 +247,7 @@ def test_other_threads_run_while_a_large_batch_is_worked_on(what):
     try:
         for _ in range(200):
             before = ran[0]
-            calls[what]()
+            calls[function]()
             if ran[0] != before:
                 return
         pytest.fail("the GIL was never released")

@@ -1,4 +1,4 @@
-"""The end of a process whose daemon threads are in the compiled core."""
+"""Exit of a process whose daemon threads are in the compiled core."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ table.write(keys, np.ones((len(keys), 64), np.float32), np.ones(len(keys), np.ui
 running = threading.Barrier(4)
 
 class SlowEnd:
-    # Deleted while the interpreter ends; each thread wants the GIL back meanwhile.
+    # Deleted while the interpreter shuts down; every thread tries to take the GIL back meanwhile.
     def __del__(self, sleep=time.sleep):
         sleep(0.2)
 
@@ -38,8 +38,8 @@ time.sleep(0.1)
 """
 
 
-@pytest.mark.skipif(not native.COMPILED, reason="about the compiled core")
-def test_a_process_ends_in_order_while_daemon_threads_gather():
+@pytest.mark.skipif(not native.COMPILED, reason="tests the compiled core")
+def test_process_exits_cleanly_while_daemon_threads_gather():
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, timeout=120)
     assert done.stderr == b""
     assert done.returncode == 0

@@ -26,12 +26,12 @@ GOLDEN = {
 KEYS = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 3), max_size=200)
 
 
-def test_compiled_core_is_the_one_under_test():
+def test_compiled_core_is_used_unless_native_mode_is_off():
     assert (os.environ.get("HPS_NATIVE", "auto") != "off") == native.COMPILED
 
 
 @pytest.mark.parametrize("module", [native, twin])
-def test_partition_hash_golden(module):
+def test_partition_hash_returns_golden_values(module):
     keys = np.array(list(GOLDEN), np.int64)
     assert module.partition_hash(keys).tolist() == list(GOLDEN.values())
 
@@ -43,16 +43,16 @@ def test_partition_hash_equals_twin(keys):
 
 
 @given(KEYS)
-def test_dedup_equals_twin_and_inverts(keys):
+def test_dedup_equals_twin_and_its_inverse_restores_the_keys(keys):
     arr = np.array(keys, np.int64)
     unique, inverse = native.dedup(arr)
     np.testing.assert_array_equal(unique[inverse], arr)
     assert unique.tolist() == list(dict.fromkeys(keys))
-    for mine, other in zip((unique, inverse), twin.dedup(arr), strict=True):
-        np.testing.assert_array_equal(mine, other)
+    for compiled, expected in zip((unique, inverse), twin.dedup(arr), strict=True):
+        np.testing.assert_array_equal(compiled, expected)
 
 
-def test_dedup_above_the_gil_release_threshold():
+def test_dedup_inverse_restores_keys_of_a_batch_that_releases_the_gil():
     arr = np.random.default_rng(1).integers(-(2**40), 2**40, 50_000) // 2**35
     unique, inverse = native.dedup(arr)
     np.testing.assert_array_equal(unique[inverse], arr)
@@ -61,6 +61,6 @@ def test_dedup_above_the_gil_release_threshold():
 @pytest.mark.parametrize(
     "bad", [np.zeros(3, np.int32), np.zeros((2, 2), np.int64), np.zeros(6, np.int64)[::2]]
 )
-def test_wrong_arrays_are_refused(bad):
+def test_dedup_rejects_other_dtypes_dimensions_and_strides(bad):
     with pytest.raises(TypeError):
         native.dedup(bad)

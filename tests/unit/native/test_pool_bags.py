@@ -1,33 +1,35 @@
-"""Gather and pool in one pass: bit by bit what the lookup gets by gathering first and pooling then."""
+"""Pooling of cached rows in one pass, which must equal gathering and then pooling bit by bit."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hps import native
 from hps.lookup.pooling import divisors, pool
-from hps.native import COMPILED, CacheTable, pool_bags, twin_cache, twin_pool
+from hps.native import twin_cache, twin_pool
 from hps.types import JaggedKeys
 
 ROWS = 50
-TWINS = [(twin_cache.CacheTable, twin_pool.pool_bags)]
-BOTH = [(CacheTable, pool_bags), *TWINS] if COMPILED else TWINS
+TWIN = (twin_cache.CacheTable, twin_pool.pool_bags)
+NATIVE = (native.CacheTable, native.pool_bags)
+IMPLEMENTATIONS = [NATIVE, TWIN] if native.COMPILED else [TWIN]
 
 
-def filled(make, dim, dtype):
+def filled_table(table_class, dim, dtype):
     rows = np.random.default_rng(dim).normal(0, 1, (ROWS, dim)).astype(dtype)
-    table = make(ROWS, rows[:0], "lru", 2)
+    table = table_class(ROWS, rows[:0], "lru", 2)
     table.write(np.arange(ROWS), rows, np.ones(ROWS, np.uint64), 0, False)
     return table, rows
 
 
-@pytest.mark.parametrize("sides", BOTH)
+@pytest.mark.parametrize(("table_class", "pool_bags"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_every_bag_is_what_pooling_makes_of_it(sides, dtype, data):
+def test_bags_of_any_size_equal_gather_then_pool_bit_by_bit(table_class, pool_bags, dtype, data):
     dim = data.draw(st.sampled_from([2, 3, 16, 32, 128]))
-    table, rows = filled(sides[0], dim, dtype)
+    table, rows = filled_table(table_class, dim, dtype)
     sizes = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=6))
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     n = int(offsets[-1])
@@ -36,39 +38,43 @@ def test_every_bag_is_what_pooling_makes_of_it(sides, dtype, data):
     if data.draw(st.booleans()):
         weights = np.random.default_rng(n).normal(0, 1, n).astype(np.float32)
     out = np.empty((len(sizes), dim), dtype)
-    assert sides[1](table, keys, offsets, weights, None, out) is None
+    assert pool_bags(table, keys, offsets, weights, None, out) is None
     expected = pool(rows[keys], JaggedKeys(keys, len(sizes), offsets, weights), "sum")
     assert out.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("sides", BOTH)
+@pytest.mark.parametrize(("table_class", "pool_bags"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dim", [2, 3, 16, 32, 33, 128])
 @pytest.mark.parametrize("hotness", [1, 2, 7, 20])
-def test_bags_of_one_size_are_the_same_bit_by_bit(sides, dtype, weighted, dim, hotness):
-    table, rows = filled(sides[0], dim, dtype)
+def test_bags_of_one_size_equal_gather_then_pool_bit_by_bit(
+    table_class, pool_bags, dtype, weighted, dim, hotness
+):
+    table, rows = filled_table(table_class, dim, dtype)
     random = np.random.default_rng(hotness)
     keys = random.integers(0, ROWS, 9 * hotness)
     weights = random.normal(0, 1, len(keys)).astype(np.float32) if weighted else None
     out = np.empty((9, dim), dtype)
     jagged = JaggedKeys(keys, 9, None, weights)
-    assert sides[1](table, keys, None, weights, None, out) is None
+    assert pool_bags(table, keys, None, weights, None, out) is None
     assert out.tobytes() == pool(rows[keys], jagged, "sum").tobytes()
-    assert sides[1](table, keys, None, weights, divisors(jagged), out) is None
+    assert pool_bags(table, keys, None, weights, divisors(jagged), out) is None
     assert out.tobytes() == pool(rows[keys], jagged, "mean").tobytes()
 
 
-@pytest.mark.parametrize("sides", BOTH)
-def test_missing_rows_are_listed_and_can_be_given(sides):
-    table, rows = filled(sides[0], 4, np.float32)
+@pytest.mark.parametrize(("table_class", "pool_bags"), IMPLEMENTATIONS)
+def test_missing_rows_are_reported_and_can_be_supplied(table_class, pool_bags):
+    table, rows = filled_table(table_class, 4, np.float32)
     keys = np.array([1, 900, 2, 3, 901, 902, 4, 5], np.int64)
     out = np.empty((4, 4), np.float32)
-    missing = sides[1](table, keys, None, None, None, out)
+    missing = pool_bags(table, keys, None, None, None, out)
     assert missing.tolist() == [1, 4, 5]
-    assert out[1].tobytes() == (rows[2] + rows[3]).tobytes()  # the others are right already
+    assert (
+        out[1].tobytes() == (rows[2] + rows[3]).tobytes()
+    )  # bags without misses are pooled already
     extra = np.arange(12, dtype=np.float32).reshape(3, 4)
-    assert sides[1](table, keys, None, None, None, out, missing, extra) is None
+    assert pool_bags(table, keys, None, None, None, out, missing, extra) is None
     assert out.tolist() == [
         (rows[1] + extra[0]).tolist(),
         (rows[2] + rows[3]).tolist(),
@@ -77,47 +83,47 @@ def test_missing_rows_are_listed_and_can_be_given(sides):
     ]
 
 
-@pytest.mark.parametrize("sides", BOTH)
+@pytest.mark.parametrize(("table_class", "pool_bags"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("offsets", [None, np.array([0, 2, 4, 6, 8]), np.array([0, 0, 3, 7, 8])])
-def test_with_given_rows_the_bags_that_have_none_are_left_alone(sides, offsets):
-    table, rows = filled(sides[0], 4, np.float32)
+def test_bags_without_supplied_rows_are_left_unchanged(table_class, pool_bags, offsets):
+    table, rows = filled_table(table_class, 4, np.float32)
     keys = np.array([1, 2, 3, 4, 900, 5, 6, 7])
     bounds = np.arange(0, 9, 2) if offsets is None else offsets
     bag = int(np.searchsorted(bounds, 4, side="right")) - 1
     extra = np.full((1, 4), 0.5, np.float32)
     divisors = np.full(4, 2, np.float32)
     out = np.full((4, 4), 77, np.float32)
-    assert sides[1](table, keys, offsets, None, divisors, out, np.array([4]), extra) is None
+    assert pool_bags(table, keys, offsets, None, divisors, out, np.array([4]), extra) is None
     inside = range(bounds[bag], bounds[bag + 1])
     total = np.zeros(4, np.float32)
     for i in inside:
         total = total + (extra[0] if i == 4 else rows[keys[i]])
     assert out[bag].tobytes() == (total / np.float32(2)).tobytes()
     assert (np.delete(out, bag, axis=0) == 77).all()
-    # A row that went meanwhile is listed, one of another bag is not.
+    # A row of this bag evicted meanwhile is reported; those of other bags are not.
     table.evict(np.array([5, 1, 7]))
-    missing = sides[1](table, keys, offsets, None, divisors, out, np.array([4]), extra)
+    missing = pool_bags(table, keys, offsets, None, divisors, out, np.array([4]), extra)
     assert missing.tolist() == [5]
 
 
-@pytest.mark.parametrize("sides", BOTH)
-def test_a_bag_whose_divisor_is_zero_and_an_empty_one_are_zeros(sides):
-    table, _ = filled(sides[0], 4, np.float32)
+@pytest.mark.parametrize(("table_class", "pool_bags"), IMPLEMENTATIONS)
+def test_empty_bag_and_bag_with_divisor_zero_are_zeros(table_class, pool_bags):
+    table, _ = filled_table(table_class, 4, np.float32)
     out = np.full((2, 4), 7, np.float32)
     divisors = np.zeros(2, np.float32)
-    sides[1](table, np.array([1, 2]), np.array([0, 2, 2]), None, divisors, out)
+    pool_bags(table, np.array([1, 2]), np.array([0, 2, 2]), None, divisors, out)
     assert not out.any()
 
 
-@pytest.mark.skipif(not COMPILED, reason="the twin has one thread")
-def test_several_threads_find_the_same():
-    table, _ = filled(CacheTable, 16, np.float32)
+@pytest.mark.skipif(not native.COMPILED, reason="the twin has one thread")
+def test_several_threads_give_the_same_result_as_one():
+    table, _ = filled_table(native.CacheTable, 16, np.float32)
     keys = np.random.default_rng(1).integers(0, ROWS + 1, 200_000)
     results = []
     for threads in (1, 3):
         table.threads = threads
         out = np.empty((20_000, 16), np.float32)
-        missing = pool_bags(table, keys, None, None, None, out)
+        missing = native.pool_bags(table, keys, None, None, None, out)
         whole = (keys < ROWS).reshape(20_000, 10).all(axis=1)
         left = table.fetch(
             keys,
@@ -132,7 +138,7 @@ def test_several_threads_find_the_same():
     assert np.frombuffer(results[0][0], np.int64).tolist() == np.flatnonzero(keys == ROWS).tolist()
 
 
-@pytest.mark.skipif(not COMPILED, reason="the twin trusts its arrays")
+@pytest.mark.skipif(not native.COMPILED, reason="the twin trusts its arrays")
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -145,17 +151,17 @@ def test_several_threads_find_the_same():
         {"out": np.empty((2, 5), np.float32)},
         {"out": np.empty((2, 4))},
         {"out": np.empty((3, 4), np.float32)},
-        {"given": np.array([0])},
-        {"given": np.array([0]), "rows": np.ones((2, 4), np.float32)},
-        {"given": np.array([2]), "rows": np.ones((1, 4), np.float32)},
-        {"given": np.array([-1]), "rows": np.ones((1, 4), np.float32)},
-        {"given": np.array([1, 0]), "rows": np.ones((2, 4), np.float32)},
-        {"given": np.array([1, 1]), "rows": np.ones((2, 4), np.float32)},
+        {"supplied": np.array([0])},
+        {"supplied": np.array([0]), "rows": np.ones((2, 4), np.float32)},
+        {"supplied": np.array([2]), "rows": np.ones((1, 4), np.float32)},
+        {"supplied": np.array([-1]), "rows": np.ones((1, 4), np.float32)},
+        {"supplied": np.array([1, 0]), "rows": np.ones((2, 4), np.float32)},
+        {"supplied": np.array([1, 1]), "rows": np.ones((2, 4), np.float32)},
         {"keys": np.ones(2, np.int32)},
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(wrong):
-    table, _ = filled(CacheTable, 4, np.float32)
+def test_pool_bags_rejects_arrays_that_do_not_fit(wrong):
+    table, _ = filled_table(native.CacheTable, 4, np.float32)
     right = {
         "keys": np.array([1, 2]),
         "offsets": None,
@@ -164,4 +170,4 @@ def test_arrays_that_do_not_fit_are_refused(wrong):
         "out": np.empty((2, 4), np.float32),
     }
     with pytest.raises((TypeError, ValueError)):
-        pool_bags(table, **right | wrong)
+        native.pool_bags(table, **right | wrong)

@@ -1,4 +1,4 @@
-"""The reply decoder, compiled and twin: rows, tombstones, misses, errors, in pieces of any size."""
+"""The Redis reply decoder, compiled and twin: rows, tombstones, misses and errors in chunks of any size."""
 
 import struct
 
@@ -55,7 +55,7 @@ class Decoding:
         )
 
     def feed(self, data, piece=None):
-        """Hand over ``data`` in pieces, as a socket would; returns what was not used."""
+        """Feed ``data`` in chunks of ``piece`` bytes, as a socket would; return the bytes not consumed."""
         buffer = np.frombuffer(data, np.uint8)
         begin, end = 0, 0
         while end < len(data) and not self.replies.done:
@@ -81,69 +81,69 @@ def decoder(request):
 
 
 @pytest.fixture(params=DECODERS)
-def both(request):
+def decoder_and_error(request):
     return request.param
 
 
 @pytest.mark.parametrize("piece", [None, 1, 7, 40])
-def test_rows_tombstones_and_misses_find_their_places(decoder, piece):
-    d = Decoding(decoder, [3, 0, 2], [4, 1, 0, 3, 2], 5)
+def test_rows_tombstones_and_misses_are_written_to_their_positions(decoder, piece):
+    decoding = Decoding(decoder, [3, 0, 2], [4, 1, 0, 3, 2], 5)
     data = reply(value(9, 10), None, tombstone(8)) + reply() + reply(value(2**64 - 1, 30), None)
-    assert d.feed(data, piece) == b""
-    assert d.replies.done
-    assert d.out[4].tolist() == [10, 11, 12, 13]
-    assert d.out[3].tolist() == [30, 31, 32, 33]
-    assert (d.out[[0, 1, 2]] == -1).all()
-    assert d.versions.tolist() == [8, 7, 7, 2**64 - 1, 9]
-    assert d.source.tolist() == [0, 0, 0, CODE, CODE]
-    assert sorted(d.replies.left.tolist()) == [1, 2]
-    assert d.replies.left.dtype == np.int64
+    assert decoding.feed(data, piece) == b""
+    assert decoding.replies.done
+    assert decoding.out[4].tolist() == [10, 11, 12, 13]
+    assert decoding.out[3].tolist() == [30, 31, 32, 33]
+    assert (decoding.out[[0, 1, 2]] == -1).all()
+    assert decoding.versions.tolist() == [8, 7, 7, 2**64 - 1, 9]
+    assert decoding.source.tolist() == [0, 0, 0, CODE, CODE]
+    assert sorted(decoding.replies.left.tolist()) == [1, 2]
+    assert decoding.replies.left.dtype == np.int64
 
 
-def test_bare_rows_have_version_0(decoder):
-    d = Decoding(decoder, [2], [1, 0], 2, versioned=False)
-    assert d.feed(reply(row(1), None)) == b""
-    assert d.versions.tolist() == [7, 0]
-    assert d.out[1].tolist() == [1, 2, 3, 4]
+def test_rows_without_version_get_version_zero(decoder):
+    decoding = Decoding(decoder, [2], [1, 0], 2, versioned=False)
+    assert decoding.feed(reply(row(1), None)) == b""
+    assert decoding.versions.tolist() == [7, 0]
+    assert decoding.out[1].tolist() == [1, 2, 3, 4]
 
 
-def test_what_follows_the_last_reply_is_left_alone(decoder):
-    d = Decoding(decoder, [1], [0], 1)
-    assert d.feed(reply(value(1, 1)) + b"+PONG\r\n") == b"+PONG\r\n"
+def test_bytes_after_the_last_reply_are_not_consumed(decoder):
+    decoding = Decoding(decoder, [1], [0], 1)
+    assert decoding.feed(reply(value(1, 1)) + b"+PONG\r\n") == b"+PONG\r\n"
 
 
-def test_an_error_stands_for_its_reply_only(decoder):
-    d = Decoding(decoder, [2, 1, -1, 1], [0, 1, 2, 3], 4)
+def test_error_reply_fails_only_its_own_elements(decoder):
+    decoding = Decoding(decoder, [2, 1, -1, 1], [0, 1, 2, 3], 4)
     data = b"-MOVED 42 1.2.3.4:7000\r\n" + reply(value(1, 5)) + b"+OK\r\n" + reply(None)
-    assert d.feed(data, 3) == b""
-    assert d.replies.errors == [(0, "MOVED 42 1.2.3.4:7000")]
-    assert d.replies.left.tolist() == [3]
-    assert d.source.tolist() == [0, 0, CODE, 0]
+    assert decoding.feed(data, 3) == b""
+    assert decoding.replies.errors == [(0, "MOVED 42 1.2.3.4:7000")]
+    assert decoding.replies.left.tolist() == [3]
+    assert decoding.source.tolist() == [0, 0, CODE, 0]
 
 
-def test_what_is_too_old_is_not_there(decoder):
-    d = Decoding(decoder, [4], [0, 1, 2, 3], 4, oldest=(5, 6))
-    assert d.feed(reply(value(4, 1), value(5, 2), tombstone(5), tombstone(6))) == b""
-    assert d.source.tolist() == [0, CODE, 0, 0]
-    assert d.versions.tolist() == [7, 5, 7, 6]
-    assert (d.out[0] == -1).all()
-    assert sorted(d.replies.left.tolist()) == [0, 2]
+def test_rows_and_tombstones_older_than_the_limits_count_as_absent(decoder):
+    decoding = Decoding(decoder, [4], [0, 1, 2, 3], 4, oldest=(5, 6))
+    assert decoding.feed(reply(value(4, 1), value(5, 2), tombstone(5), tombstone(6))) == b""
+    assert decoding.source.tolist() == [0, CODE, 0, 0]
+    assert decoding.versions.tolist() == [7, 5, 7, 6]
+    assert (decoding.out[0] == -1).all()
+    assert sorted(decoding.replies.left.tolist()) == [0, 2]
 
 
 @pytest.mark.parametrize("length", [0, 8, 9, 24, 26, 3000])
 @pytest.mark.parametrize("piece", [None, 5])
-def test_a_value_of_another_length_is_no_row(decoder, length, piece):
-    d = Decoding(decoder, [2], [0, 1], 2, versioned=False)
-    assert d.feed(reply(b"x" * length, row(7)), piece) == b""
-    assert d.replies.wrong_length == max(length, 1)
-    assert d.source.tolist() == [0, CODE]
-    assert d.replies.left.tolist() == [0]
+def test_value_of_another_length_is_reported_and_left(decoder, length, piece):
+    decoding = Decoding(decoder, [2], [0, 1], 2, versioned=False)
+    assert decoding.feed(reply(b"x" * length, row(7)), piece) == b""
+    assert decoding.replies.wrong_length == max(length, 1)
+    assert decoding.source.tolist() == [0, CODE]
+    assert decoding.replies.left.tolist() == [0]
 
 
-def test_the_null_of_resp3(decoder):
-    d = Decoding(decoder, [2], [0, 1], 2)
-    assert d.feed(b"*2\r\n_\r\n" + bulk(value(1, 1)), 1) == b""
-    assert d.replies.left.tolist() == [0]
+def test_null_of_resp3_is_a_miss(decoder):
+    decoding = Decoding(decoder, [2], [0, 1], 2)
+    assert decoding.feed(b"*2\r\n_\r\n" + bulk(value(1, 1)), 1) == b""
+    assert decoding.replies.left.tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -162,21 +162,21 @@ def test_the_null_of_resp3(decoder):
         b"x" * 70_000,
     ],
 )
-def test_bytes_that_are_no_answer_are_refused(both, data):
-    decoder, error = both
-    d = Decoding(decoder, [2], [0, 1], 2)
+def test_bytes_that_do_not_answer_the_request_raise_protocol_error(decoder_and_error, data):
+    decoder, error = decoder_and_error
+    decoding = Decoding(decoder, [2], [0, 1], 2)
     with pytest.raises(error):
-        d.feed(data)
+        decoding.feed(data)
 
 
-def test_arrays_that_do_not_fit_are_refused(decoder):
+def test_arrays_and_ranges_that_do_not_fit_are_rejected(decoder):
     for counts, positions, n in (([2], [0], 2), ([1], [2], 2), ([1], [-1], 2)):
         with pytest.raises(ValueError, match="positions must"):
             Decoding(decoder, counts, positions, n)
-    d = Decoding(decoder, [1], [0], 1)
+    decoding = Decoding(decoder, [1], [0], 1)
     for begin, end in ((0, 9), (3, 2)):
         with pytest.raises(ValueError, match="buffer"):
-            d.replies.feed(np.zeros(8, np.uint8), begin, end)
+            decoding.replies.feed(np.zeros(8, np.uint8), begin, end)
 
 
 VALUES = st.one_of(
@@ -193,29 +193,29 @@ ERROR = st.sampled_from([b"-OOM no\r\n", b"-ASK 1 \xff:1\r\n"])
     st.integers(1, 200),
     st.randoms(use_true_random=False),
 )
-def test_both_decode_alike(replies, piece, random):
+def test_valid_replies_decode_equally_in_both_decoders(replies, piece, random):
     counts = [2 if isinstance(r, bytes) else len(r) for r in replies]
     data = b"".join(r if isinstance(r, bytes) else reply(*r) for r in replies)
     n = sum(counts)
     positions = random.sample(range(n), n)
     decoded = []
     for each in DECODERS:
-        d = Decoding(each.values[0][0], counts, positions, n, oldest=(2**40, 2**41))
-        assert d.feed(data, piece) == b""
-        decoded.append(d.result())
+        decoding = Decoding(each.values[0][0], counts, positions, n, oldest=(2**40, 2**41))
+        assert decoding.feed(data, piece) == b""
+        decoded.append(decoding.result())
     assert decoded[0] == decoded[1]
     assert decoded[0][-1]
 
 
 @given(st.binary(max_size=300))
-def test_noise_is_survived(data):
+def test_random_bytes_give_the_same_result_or_error_in_both_decoders(data):
     outcomes = []
     for each in DECODERS:
         decoder, error = each.values[0]
-        d = Decoding(decoder, [2, 1], [0, 1, 2], 3)
+        decoding = Decoding(decoder, [2, 1], [0, 1, 2], 3)
         try:
-            d.feed(b"*2\r\n" + data, 11)
-            outcomes.append(d.result())
+            decoding.feed(b"*2\r\n" + data, 11)
+            outcomes.append(decoding.result())
         except error as raised:
             outcomes.append(str(raised))
     assert outcomes[0] == outcomes[1]

@@ -1,4 +1,4 @@
-"""A compiled core of other sources is refused, and what is to be done is said."""
+"""The check that the compiled core was built from the present sources, and its error."""
 
 import shutil
 import subprocess
@@ -24,11 +24,11 @@ main()
 
 @pytest.fixture
 def sources(tmp_path):
-    """A copy of the folder, sources and all."""
+    """A copy of hps/native, with the C++ sources."""
     return shutil.copytree(source.FOLDER, tmp_path / "native")
 
 
-def test_the_core_is_of_the_sources_beside_it():
+def test_compiled_core_carries_the_digest_of_its_sources():
     if native.COMPILED:
         from hps.native import _core
 
@@ -38,7 +38,7 @@ def test_the_core_is_of_the_sources_beside_it():
 @pytest.mark.parametrize(
     "name", ["bindings.cpp", "src/dedup.cpp", "include/hps/dedup.hpp", "CMakeLists.txt"]
 )
-def test_every_source_counts(sources, name):
+def test_core_is_rejected_after_a_change_of_any_source(sources, name):
     core = SimpleNamespace(__file__="_core.so", SOURCES=source.digest(sources))
     source.check(core, sources)
     with (sources / name).open("a") as file:
@@ -47,14 +47,14 @@ def test_every_source_counts(sources, name):
         source.check(core, sources)
 
 
-def test_what_is_not_built_in_does_not_count(sources):
+def test_digest_ignores_files_that_are_not_compiled_into_the_core(sources):
     before = source.digest(sources)
     for name in ("stress/stress.cpp", "twin.py"):
         (sources / name).unlink()
     assert source.digest(sources) == before
 
 
-def test_an_installation_without_sources_has_nothing_to_compare(tmp_path):
+def test_core_is_accepted_if_no_sources_are_installed(tmp_path):
     assert source.digest(tmp_path) == ""
     source.check(SimpleNamespace(__file__="_core.so"), tmp_path)
 
@@ -62,13 +62,13 @@ def test_an_installation_without_sources_has_nothing_to_compare(tmp_path):
 @pytest.mark.parametrize(
     "command", [["serve", "--set", "models.repository=."], ["doctor"], ["version"]]
 )
-def test_commands_say_how_to_mend_it(tmp_path, command):
+def test_commands_with_a_stale_core_name_it_and_the_remedy(tmp_path, command):
     done = subprocess.run(
         [sys.executable, "-c", STALE, *command],
         capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode in (1, 2)
-    told = " ".join((done.stdout + done.stderr).split())
-    assert "make setup" in told
-    assert "/somewhere/_core.so" in told
-    assert "bug in hps" not in told
+    output = " ".join((done.stdout + done.stderr).split())
+    assert "make setup" in output
+    assert "/somewhere/_core.so" in output
+    assert "bug in hps" not in output

@@ -1,5 +1,6 @@
-"""Readers beside a writer, without Python: the stress driver, for some seconds. `make check-native` runs it
-longer and under sanitizers."""
+"""The C++ stress drivers and the codec fuzzer, run for some seconds.
+
+`make check-native` runs them longer and under sanitizers."""
 
 import subprocess
 import sys
@@ -15,7 +16,7 @@ TOOLS = Path(sys.executable).parent
 
 @pytest.fixture(scope="module")
 def stress(tmp_path_factory):
-    """The driver, built as the module is."""
+    """The stress driver, built with the flags of the module; the other drivers lie in its folder."""
     folder = tmp_path_factory.mktemp("stress")
     configure = [TOOLS / "cmake", "-S", SOURCE, "-B", folder, "-G", "Ninja"]
     options = [f"-DCMAKE_MAKE_PROGRAM={TOOLS / 'ninja'}", "-DHPS_PYTHON=OFF", "-DHPS_STRESS=ON"]
@@ -26,24 +27,24 @@ def stress(tmp_path_factory):
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
-def test_no_torn_row_no_older_version_no_lost_count(stress, eviction):
+def test_concurrent_readers_get_no_torn_rows_or_older_versions(stress, eviction):
     done = subprocess.run([stress, "2", "2", eviction], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" evicted") == 6 * len(native.cache_kernels())
 
 
-def test_what_it_needs_is_said(stress):
+def test_stress_without_arguments_prints_its_usage(stress):
     done = subprocess.run([stress], capture_output=True, text=True, timeout=240)
     assert (done.returncode, "usage" in done.stdout) == (2, True)
 
 
-def test_fetches_in_single_flights_table(stress):
+def test_concurrent_fetches_keep_the_in_flight_table_consistent(stress):
     driver = stress.parent / "stress_in_flight"
     done = subprocess.run([driver, "1"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, "left to other fetches" in done.stdout) == (0, True), done.stdout
 
 
-def test_messages_that_may_be_anything(stress):
+def test_codec_fuzzer_passes(stress):
     fuzz = stress.parent / "fuzz_codec"
     done = subprocess.run([fuzz, "1"], capture_output=True, text=True, timeout=240)
     assert (done.returncode, "of them decoded" in done.stdout) == (0, True), done.stdout
