@@ -15,7 +15,7 @@ from hps.errors import BadRequest, TierError
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis import RedisLoadSource, RedisTier
-from hps.tiers.redis.layout import READ_SLICE, WRITE_SLICE
+from hps.tiers.redis.layout import READ_SLICE, WRITE_SLICE, TableLayout
 from hps.types import EmbeddingTable, make_version, version_now
 from tests.support.redis_servers import settings, shared_server
 from tests.support.rows import rising_rows
@@ -33,8 +33,8 @@ def server():
 def open_tier(server):
     opened = []
 
-    def make(**given):
-        opened.append(RedisTier(settings(server, **given)))
+    def make(**options):
+        opened.append(RedisTier(settings(server, **options)))
         return opened[-1]
 
     yield make
@@ -314,12 +314,17 @@ def test_small_partitions_are_checked_once_per_pass(server, open_tier, table, mo
 # -- overflow --------------------------------------------------------------------------------------
 
 MARGIN, PARTITIONS = 1000, 4
+LONG_AGO = struct.pack("<q", 1_000_000_000)
 POLICIES = ["random", "least_used", "oldest"]
 
 
 def entries(server, table, kind):
     stem = "hps:{ctr/2/user" if kind == "native" else "hps_et{hps_et.ctr.user"
     return [server.ask("HLEN", f"{stem}/p{i}}}v") for i in range(PARTITIONS)]
+
+
+def stamps(server):
+    return [each for name in server.ask("KEYS", "hps*}t") for each in server.ask("HVALS", name)]
 
 
 def overflowing(open_tier, policy, kind="native", **given):
@@ -376,10 +381,10 @@ def test_recently_used_rows_are_kept(server, open_tier, table, kind):
     for name in server.ask("KEYS", "hps*}t"):  # all used long ago
         fields = server.ask("HKEYS", name)
         for field in fields:
-            server.ask("HSET", name, field, struct.pack("<q", 1_000_000_000))
+            server.ask("HSET", name, field, LONG_AGO)
     used = keys[::8]
     held(tier, table, used)
-    tier._touches.submit(lambda: None).result(60)  # those before it are done then
+    until(lambda: len(keys) - stamps(server).count(LONG_AGO) == len(used))
     fill(tier, table, 10_000, 11_000)
     assert len(held(tier, table, used)) == len(used)
     assert len(held(tier, table, keys)) < 0.9 * len(keys)
@@ -393,7 +398,7 @@ def test_frequently_used_rows_are_kept(server, open_tier, table, kind):
     used = keys[::8].copy()
     for _ in range(6):
         held(tier, table, used)
-    tier._touches.submit(lambda: None).result(60)  # those before it are done then
+    until(lambda: sum(map(int, stamps(server))) == len(keys) + 6 * len(used))
     for start in (10_000, 11_000):
         fill(tier, table, start, start + 1000)
     assert len(held(tier, table, used)) == len(used)
@@ -672,7 +677,7 @@ def test_rows_that_redis_lost_are_loaded_again(server, open_tier, table, kind):
     """Only the lost rows are loaded, whether a partition was lost as a whole or only its rows."""
     tier, version, keys = open_tier(layout=kind), version_now(), np.arange(4000)
     assert tier.preload(table, RedisLoadSource(chunks_of(4000), version, mark="digest")) == 4000
-    names = tier._tables.opened()[0].layout
+    names = TableLayout(table, kind, 8)
     for removed_keys in ([names.rows_keys[3]], [names.rows_keys[5], names.positions_keys[5]]):
         server.ask("DEL", *removed_keys)
         lost = 4000 - len(held(tier, table, keys))
@@ -702,7 +707,7 @@ def test_only_partitions_that_may_have_older_rows_are_read(server, open_tier, ta
     assert (part.out[:500] == rows_of(keys[:500] + 2)).all()
 
     # As written by a process that does not keep it.
-    names = tier._tables.opened()[0].layout
+    names = TableLayout(table, "native", 8)
     for name in names.positions_keys:
         assert server.ask("HDEL", name, "highest") == 1
     tier.insert(table, keys, rows_of(keys), versions_of(1000, STARTED.ms + 2_400))
@@ -719,7 +724,7 @@ def test_writer_that_does_not_raise_mark_is_overwritten_until_marks_are_removed(
     docs/redis.md says."""
     tier, keys = open_tier(), np.arange(1000)
     fill(tier, table, 0, 1000)
-    names = tier._tables.opened()[0].layout.positions_keys
+    names = TableLayout(table, "native", 8).positions_keys
     marks = [server.ask("HGET", name, "highest") for name in names]
     tier.insert(table, keys, rows_of(keys + 3), versions_of(1000, STARTED.ms + 3_000))
     for name, mark in zip(names, marks, strict=True):

@@ -45,7 +45,9 @@ class Store(MemoryTier):
 class World:
     """Tables, tiers and an engine over them. ``row(table, key)`` is what a key's row is made to be."""
 
-    def __init__(self, features, tables, *, blocking=True, threads=2, queued=8, **model):
+    def __init__(
+        self, features, tables, *, blocking=True, threads=2, queued=8, guard=None, **model
+    ):
         self.tables = {table.name: table for table in tables}
         self.cache = MemoryTier(CACHE)
         self.store = Store(replace(STORE, blocking=blocking))
@@ -54,10 +56,11 @@ class World:
         self.answered = []
         self.finished = []
         self.model = LookupModel("m", 1, self.tables, {f.name: f for f in features}, **model)
+        self.stores = TierChain([self.store if guard is None else guard(self.store)])
         self.engine = LookupEngine(
             self.model,
             TierChain([self.cache]),
-            TierChain([self.store]),
+            self.stores,
             self.workers,
             lambda table, keys: self.promoted.append((table.name, keys.tolist())),
             _Recorder(self),
@@ -115,6 +118,7 @@ def make_world():
     for world in worlds:
         world.store.leave.set()
         world.workers.close()
+        world.stores.close()
 
 
 @pytest.fixture

@@ -165,18 +165,17 @@ def test_miss_policy_is_per_table(make_world, promote_policy):
 
 
 def test_broken_store_degrades_with_a_guard_and_fails_without(make_world):
-    world = make_world()
-    world.put(world.cache, "user", [1])
-    world.store.error = TierError("rocksdb", "disk gone")
+    guarded = make_world(guard=lambda store: GuardedTier(store, 1.0, 5, 1.0))
+    unguarded = make_world()
+    for world in (guarded, unguarded):
+        world.put(world.cache, "user", [1])
+        world.store.error = TierError("rocksdb", "disk gone")
     with pytest.raises(TierError, match="disk gone"):
-        world.engine.lookup(request(user=[1, 2]))
-    guarded = GuardedTier(world.store, 1.0, 5, 1.0)
-    world.engine._stores = TierChain([guarded])
-    result = world.engine.lookup(request(user=[1, 2]))
+        unguarded.engine.lookup(request(user=[1, 2]))
+    result = guarded.engine.lookup(request(user=[1, 2]))
     assert (result.degraded, result.defaulted) == (("rocksdb",), 1)
-    assert world.finished[-1] == ("rocksdb",)
-    assert world.promoted == []
-    guarded.close()
+    assert guarded.finished[-1] == ("rocksdb",)
+    assert guarded.promoted == []
 
 
 def test_overload_rejects_only_requests_that_need_a_store(make_world):
@@ -210,14 +209,10 @@ def test_expired_deadline_raises_deadline_exceeded(make_world):
 
 
 def test_deadline_exceeded_in_the_store_is_not_answered_with_defaults(make_world):
-    world = make_world()
+    world = make_world(guard=lambda store: GuardedTier(store, 60.0, 5, 1.0))
     world.store.leave.clear()
-    guarded = GuardedTier(world.store, 60.0, 5, 1.0)
-    world.engine._stores = TierChain([guarded])
     with pytest.raises(DeadlineExceeded, match="while reading from the stores"):
         world.engine.lookup(request(user=[1], deadline=time.monotonic() + 0.5))
-    world.store.leave.set()
-    guarded.close()
 
 
 def test_submit_never_blocks_an_event_loop(make_world):

@@ -43,10 +43,19 @@ def repository(tmp_path):
 
 
 @pytest.fixture
-def settings(repository, tmp_path):
+def guard():
+    """Settings of RocksDB's guard."""
+    return {}
+
+
+@pytest.fixture
+def settings(repository, tmp_path, guard):
     return {
         "models": {"repository": str(repository)},
-        "tiers": {"rocksdb": {"path": str(tmp_path / "db")}, "cpu_cache": {"share": 0.5}},
+        "tiers": {
+            "rocksdb": {"path": str(tmp_path / "db"), "guard": guard},
+            "cpu_cache": {"share": 0.5},
+        },
     }
 
 
@@ -63,9 +72,12 @@ def value(node, key=7):
     return float(result.vectors["left"][0, 0])
 
 
+def rocksdb_of(node):
+    return node.tiers[-1].tier.inner
+
+
 def families(node):
-    rocksdb = node.control._stores._rocksdb
-    return {name for name in rocksdb._database.opened.families if "/" in name}
+    return {name for name in rocksdb_of(node).families() if "/" in name}
 
 
 def settled(node):
@@ -101,17 +113,18 @@ def test_load_replaces_a_version_and_goes_back(node, repository):
 def test_hot_keys_of_the_served_version_are_cached_at_a_load(node, repository):
     node.lookup("words", {"left": list(range(250, 500)), "right": [1] * 250})
     node.writer.flush()
-    hot, _ = node.hot_keys("words", "left", 250)[0]["keys"], None
+    hot = node.hot_keys("words", "left", 250)[0]["keys"]
     write(repository, 2)
     node.load("words")
     result = node.lookup("words", {"left": hot}, want_source=True)
     assert np.mean(result.sources["left"] == hps.Source.CPU) > 0.9
 
 
+@pytest.mark.parametrize("guard", [{"deadline_ms": 60_000}])
 def test_lookup_in_flight_finishes_on_its_version(node, repository):
     write(repository, 2)
     gate, entered = threading.Event(), threading.Event()
-    rocksdb = node.control._stores._rocksdb
+    rocksdb = rocksdb_of(node)
     fetch = rocksdb.fetch
 
     def gated(parts, ctx):
@@ -128,7 +141,6 @@ def test_lookup_in_flight_finishes_on_its_version(node, repository):
     client = threading.Thread(
         target=lambda: results.append(node.lookup("words", {"left": cold[:1]}, timeout_s=60))
     )
-    node.control._stores.statuses[0].tier._deadline_s = 60
     client.start()
     assert entered.wait(60)
     assert node.load("words") == 2
@@ -273,7 +285,7 @@ def test_rows_in_use_are_dropped_after_the_last_request(node, repository):
 
 def test_failed_drop_of_rows_is_retried(node, repository, monkeypatch):
     monkeypatch.setattr(version_retirement, "_DROP_AGAIN_S", 0.01)
-    rocksdb = node.control._stores._rocksdb
+    rocksdb = rocksdb_of(node)
     drop, refused = rocksdb.drop, []
 
     def once(*tables):
@@ -293,19 +305,20 @@ def test_failed_drop_of_rows_is_retried(node, repository, monkeypatch):
 
 
 def test_repeated_switches_free_memory_and_disk(node, repository):
-    database = node.control._stores._rocksdb._database
+    rocksdb = rocksdb_of(node)
     write(repository, 2)
-    bytes_of_one = node.control._stores._rocksdb.figures().table_bytes
+    bytes_of_one = rocksdb.figures().table_bytes
     request = node.models["words"].engine
     for version in (2, 1, 2, 1):
         node.load("words", version)
         value(node)
     assert node.metrics.numbers()[m.MODEL_LOADS] == {("words", "failed"): 0, ("words", "served"): 4}
-    assert node.control._stores._rocksdb.figures().table_bytes <= 2 * bytes_of_one
+    assert rocksdb.figures().table_bytes <= 2 * bytes_of_one
     del request
     settled(node)
-    assert {table.version for table in database._families} == {1}
-    assert len(database._families) == 2
+    open_families = rocksdb._database._families
+    assert {table.version for table in open_families} == {1}
+    assert len(open_families) == 2
     for name in (m.LOOKUP_KEYS, m.FEATURE_KEYS, m.LOOKUP_SECONDS, m.TIER_KEYS):
         at = metric_of[name].labels.index("version")
         assert {labels[at] for labels in node.metrics.numbers()[name]} == {"1"}, name
