@@ -34,7 +34,7 @@ from benchmarks.peers.triton import start_triton
 from hps.config.model_schema import ModelSpec
 from hps.dense.base import DenseModel
 from hps.dense.onnx import OnnxModel
-from hps.dense.triton import TritonModel
+from hps.dense.triton import TritonModel, TritonRunOptions
 from hps.dense.triton.grpc import GrpcTransport
 from hps.dense.triton.http import HttpTransport
 from hps.dense.triton.shared_regions import ThreadRegions
@@ -115,9 +115,7 @@ def transports(random: np.random.Generator) -> Iterator[dict[str, DenseModel]]:
                     url,
                     transport,
                     (here.inputs, here.outputs),
-                    timeout_s=10,
-                    retries=0,
-                    regions=ThreadRegions() if memory else None,
+                    TritonRunOptions(10, regions=ThreadRegions() if memory else None),
                 )
                 stack.callback(there.close)
                 found[kind + (" + memory" if memory else "")] = there

@@ -110,19 +110,16 @@ def _in_triton(
     described: NetworkSpec,
     device: int,
 ) -> DenseModel:
-    from hps.dense.triton import TritonModel
+    from hps.dense.triton import TritonModel, TritonRunOptions
 
     transport = transport_to(target, triton)
-    timeout_s = triton.timeout_ms / 1e3
     return TritonModel(
         target.name,
         triton.url,
         transport,
         (tuple(described.fed.values()), described.served),
-        timeout_s=timeout_s,
-        retries=triton.retries,
-        regions=_regions(triton, device),
-        check=described.check,
+        TritonRunOptions(triton.timeout_ms / 1e3, triton.retries, _regions(triton, device)),
+        described.check,
     )
 
 

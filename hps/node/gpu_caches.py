@@ -185,14 +185,10 @@ class NodeGpus:
             return []
         sent = frozenset(tensor.name for tensor in spec.inputs)
         observe = TierMeter(self._metrics, self.replicas.info.name)
-        paths = []
-        devices = self._chosen.devices
-        for i, (lookup, cache, device) in enumerate(
-            zip(lookups, self.replicas.caches, devices, strict=True)
-        ):
-            lanes = DeviceLanes(network, cache.space, device, sent, self._settings.dense.lanes)
-            host = self._host[i]
-            paths.append(DevicePath(lookup, cache, host, lanes, feeds, observe, meter))
+        paths, count = [], self._settings.dense.lanes
+        for lookup, device in zip(lookups, self._chosen.devices, strict=True):
+            lanes = DeviceLanes(network, lookup.cache.space, device, sent, count)
+            paths.append(DevicePath(lookup, lanes, feeds, observe, meter))
         return paths
 
     # -- opening -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hps.node.served_models import ServedModel
 from hps.observability import metric_names as m
 from hps.observability.meters import DenseMeter, LookupMeter
 from hps.observability.metrics import Metrics
-from hps.predict.pipeline import DevicePredictor, InferencePipeline
+from hps.predict.pipeline import DevicePredictor, InferencePipeline, ModelNetwork
 from hps.threads import BoundedThreadPool, LookupPools
 from hps.tiers.base import Tier
 from hps.updates.freshness import Freshness
@@ -89,7 +89,7 @@ def make_pipeline(
     meter = DenseMeter(metrics, name, version)
     if isinstance(network, FallbackModel):
         network.count = meter.fell_back
-    return InferencePipeline(name, spec, lookup, network, runs, meter, paths)
+    return InferencePipeline(ModelNetwork(name, spec, network, meter), lookup, runs, paths)
 
 
 def freshness_of(settings: Settings, model: str, metrics: Metrics) -> Freshness:

@@ -16,7 +16,7 @@ from hps.dense.lanes import DeviceLanes, LaneBinding, NetworkLane
 from hps.lookup.base import Feature
 from hps.lookup.checks import check_keys, check_sizes
 from hps.lookup.gpu.device_lookup import DeviceLookup, DeviceLookupResult
-from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, HostCaches, prepared_pooling
+from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, prepared_pooling
 from hps.lookup.gpu.prepared_lookups import request_signature
 from hps.observability.meters import LookupMeter, TierMeter
 from hps.tracing import call_timed, current_context
@@ -48,8 +48,6 @@ class DevicePath:
     def __init__(
         self,
         lookup: DeviceLookup,
-        cache: Any,
-        host: HostCaches,
         lanes: DeviceLanes,
         feeds: Sequence[tuple[Feature, str]],
         observe: TierMeter,
@@ -57,9 +55,9 @@ class DevicePath:
     ) -> None:
         """``feeds``: each feature and the network's input that takes its vectors."""
         self.lookup = lookup
-        self._cache = cache
+        self._cache = cache = lookup.cache
         self._space = cache.space
-        self._host = host
+        self._host = lookup.host
         self._lanes = lanes
         self._feeds = tuple(feeds)
         self._observe = observe
@@ -170,8 +168,8 @@ class DevicePath:
         self._assign(lane, template.assigned)
 
     def _assign(self, lane: NetworkLane, assigned: Sequence[tuple[Any, Any]]) -> None:
-        for to, source in assigned:
-            self._space.assign(to, source, lane.stream)
+        for target, source in assigned:
+            self._space.assign(target, source, lane.stream)
 
     # -- preparation -------------------------------------------------------------------------------
 
@@ -225,8 +223,8 @@ class DevicePath:
             if flat.shape == shape and flat.dtype == dtype:
                 outs[feature.name] = flat
                 continue
-            own = outs[feature.name] = self._space.empty(shape, dtype, lane.stream)
-            assigned.append((feed, own.reshape(-1, *feed.shape[1:])))
+            array = outs[feature.name] = self._space.empty(shape, dtype, lane.stream)
+            assigned.append((feed, array.reshape(-1, *feed.shape[1:])))
         return outs, assigned
 
 
@@ -238,8 +236,8 @@ def _run(binding: LaneBinding, inputs: Arrays) -> Arrays:
 def _fill(
     bags: Sequence[DeviceBags],
     features: Mapping[str, JaggedKeys],
-    there: Sequence[NDArray[np.int64]],
+    pinned: Sequence[NDArray[np.int64]],
 ) -> None:
     """Write the tables' keys of ``features`` into pinned memory."""
-    for each, keys in zip(bags, there, strict=True):
+    for each, keys in zip(bags, pinned, strict=True):
         keys[:] = each.feature.shift(features[each.feature.name].keys)

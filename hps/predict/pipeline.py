@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
@@ -60,28 +61,37 @@ class DevicePredictor(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ModelNetwork:
+    """The network of the model ``name``: its description, the network, and the meter of its runs."""
+
+    name: str
+    spec: DenseSpec
+    dense: DenseModel
+    meter: DenseMeter | None = None
+    """None: runs are counted in metrics that are not exposed."""
+
+
 class InferencePipeline:
     """Predictions of one model, from keys and dense tensors to named outputs. Thread-safe."""
 
     def __init__(
         self,
-        name: str,
-        spec: DenseSpec,
+        network: ModelNetwork,
         lookup: Lookup,
-        dense: DenseModel,
         workers: BoundedThreadPool,
-        meter: DenseMeter | None = None,
         devices: Sequence[DevicePredictor] = (),
     ) -> None:
         """``devices`` are used in turn; without any, rows and network are on the host. Raises
-        ``ModelError`` if ``spec`` and the network do not match."""
+        ``ModelError`` if the network and its specification do not match."""
+        name, spec, dense = network.name, network.spec, network.dense
         self.name = name
         self.lookup = lookup
         self.dense = dense
         self._workers = workers
         self._devices = tuple(devices)
         self._turn = count()
-        self._meter = meter or DenseMeter(Metrics(), name, 0)
+        self._meter = network.meter or DenseMeter(Metrics(), name, 0)
         self._check = PredictChecks(name, spec, lookup.features)
         self._feeds = tuple(
             (feature, spec.embeddings.get(feature.name, feature.name))
@@ -90,8 +100,8 @@ class InferencePipeline:
         self._outputs = {tensor.name: tensor for tensor in spec.outputs}
         self._ranking = spec.ranking_output or spec.outputs[0].name
         fed = check_wiring(name, spec, lookup.features, dense)
-        network = {tensor.name: tensor.dtype for tensor in dense.inputs}
-        self._widen = {t: network[t] for _, t in self._feeds if fed[t].dtype != network[t]}
+        taken = {tensor.name: tensor.dtype for tensor in dense.inputs}
+        self._widen = {t: taken[t] for _, t in self._feeds if fed[t].dtype != taken[t]}
 
     def predict(self, request: PredictRequest) -> PredictResult:
         """Like ``submit``, but wait for the result."""

@@ -1,5 +1,5 @@
 """Networks that a Triton server runs."""
 
-from hps.dense.triton.model import TritonModel
+from hps.dense.triton.model import TritonModel, TritonRunOptions
 
-__all__ = ["TritonModel"]
+__all__ = ["TritonModel", "TritonRunOptions"]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,24 @@ _BACKOFF = Backoff(0.02, 30.0, factor=4)
 _DESCRIBE_S = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class TritonRunOptions:
+    """Options of a network's runs.
+
+    ``timeout_s`` bounds a run that has no earlier deadline. A run that fails with `TritonUnavailable` is
+    retried up to ``retries`` times within that time, since it has no side effects; other errors are not
+    retried. Tensors are passed in shared memory if there are ``regions``."""
+
+    timeout_s: float
+    retries: int = 0
+    regions: ThreadRegions | None = None
+
+
 class TritonModel:
     """The network ``name`` of the Triton at ``url``. Thread-safe.
 
     If Triton is unreachable at the start, its description is read before the first run; until then
-    ``expected`` (inputs, outputs) is used. ``timeout_s`` bounds a run that has no earlier deadline. A
-    run that fails with `TritonUnavailable` is retried up to ``retries`` times within that time, since
-    it has no side effects; other errors are not retried."""
+    ``expected`` (inputs, outputs) is used."""
 
     def __init__(
         self,
@@ -38,20 +50,17 @@ class TritonModel:
         url: str,
         transport: TritonTransport,
         expected: tuple[Sequence[NetworkTensor], Sequence[NetworkTensor]],
-        *,
-        timeout_s: float,
-        retries: int,
-        regions: ThreadRegions | None = None,
+        options: TritonRunOptions,
         check: Callable[[DenseModel], object] = lambda model: None,
     ) -> None:
         """``check`` raises ModelError if Triton's network is not the expected one. Raises ModelError if
         Triton answers and does not have the model, or has another one."""
         self._name, self._url = name, url
         self._transport = transport
-        self._timeout_s = timeout_s
-        self._retries = retries
-        self._regions = regions
-        self.takes_device_arrays = regions is not None and regions.on_device
+        self._timeout_s = options.timeout_s
+        self._retries = options.retries
+        self._regions = options.regions
+        self.takes_device_arrays = self._regions is not None and self._regions.on_device
         self._check = check
         self._lock = threading.Lock()
         self.inputs, self.outputs = map(tuple, expected)
@@ -85,7 +94,7 @@ class TritonModel:
             try:
                 if not self._known:
                     self._read_description(until)
-                with self._part():
+                with _infer_span():
                     return self._run(inputs, names, until)
             except ModelError as error:
                 # Unavailable, not ModelError: Triton may serve the expected model again while this process
@@ -108,10 +117,6 @@ class TritonModel:
         if self._regions is not None:
             self._regions.close(self._transport)
         self._transport.close()
-
-    def _part(self) -> AbstractContextManager[object]:
-        origin = current_context()
-        return nullcontext() if origin is None else origin.part("triton_infer")
 
     def _read_description(self, until: float) -> None:
         if not self._lock.acquire(timeout=_left(until)):
@@ -160,6 +165,11 @@ class TritonModel:
             return self._transport.infer(sent, names, _left(until))
         wanted = [tensor for tensor in self.outputs if tensor.name in names]
         return self._regions.infer(self._transport, sent, wanted, lambda: _left(until))
+
+
+def _infer_span() -> AbstractContextManager[object]:
+    context = current_context()
+    return nullcontext() if context is None else context.part("triton_infer")
 
 
 def _left(until: float) -> float:

@@ -73,20 +73,21 @@ class _DeviceLookupJob(LookupJob):
 
 
 class DeviceLookup(LookupEngine):
-    """Serves one model from ``device``'s cache and the tiers bridged to it. Thread-safe.
+    """Serves one model from a device's ``cache`` and the tiers bridged to it. Thread-safe.
 
-    ``device`` is a `GpuCache` or has its interface; ``caches`` and ``stores`` take its arrays and promote
+    ``cache`` is a `GpuCache` or has its interface; ``caches`` and ``stores`` take its arrays and promote
     what they find; ``host`` are those that answer without blocking. `submit` answers with a
     `DeviceLookupResult`.
     """
 
-    def __init__(self, device: Any, host: HostCaches, *args: Any) -> None:
+    def __init__(self, cache: Any, host: HostCaches, *args: Any) -> None:
         super().__init__(*args)
-        self._device = device
+        self.cache = cache
+        self.host = host
         self._checked: dict[Any, list[Feature]] = {}
         top = self._caches.tiers[0] if isinstance(self._caches, TierChain) else self._caches
         observe = top.observe if isinstance(top, MeteredTier) else None
-        self._prepared_lookups = PreparedDeviceLookups(device, host, observe, self._meter)
+        self._prepared_lookups = PreparedDeviceLookups(cache, host, observe, self._meter)
 
     def submit(self, request: LookupRequest) -> Future[LookupResult]:
         if request.out:
@@ -102,15 +103,15 @@ class DeviceLookup(LookupEngine):
             return resident
         result = self.submit(request).result()
         assert isinstance(result, DeviceLookupResult)
-        stream = self._device.space.take_stream()
+        stream = self.cache.space.take_stream()
         groups = self._groups(tuple(request.features), request.by_table)
         types = {each.name: table.dtype for table, features in groups for each in features}
         outs = {
-            name: self._device.space.empty(shape, types[name], stream)
+            name: self.cache.space.empty(shape, types[name], stream)
             for name, shape in result.shapes.items()
         }
         result.into(outs, stream)
-        self._device.space.give_back(stream)
+        self.cache.space.give_back(stream)
         result.vectors = {name: outs[name] for name in request.features}
         return result
 
@@ -138,7 +139,7 @@ class DeviceLookup(LookupEngine):
         features = [feature for _, some in groups for feature in some]
         for feature in features:
             check_keys(feature, request.features[feature.name])
-        held = all(self._device.capacity(table) for table, _ in groups)
+        held = all(self.cache.capacity(table) for table, _ in groups)
         return features if held else []
 
     def _slow_path(self, request: LookupRequest) -> Future[LookupResult]:
@@ -150,12 +151,12 @@ class DeviceLookup(LookupEngine):
         ]
         if is_past(request.deadline):
             raise DeadlineExceeded("deadline exceeded before the lookup started")
-        stream = self._device.space.take_stream()
+        stream = self.cache.space.take_stream()
         flat_keys = [
             (table, _flat(features, keys))
             for (table, features), keys in zip(groups, checked, strict=True)
         ]
-        block = self._device.space.parts(flat_keys, stream)
+        block = self.cache.space.parts(flat_keys, stream)
         table_keys = [
             TableKeys(part, None, features, keys)
             for part, (_, features), keys in zip(block.parts, groups, checked, strict=True)
@@ -170,7 +171,7 @@ class DeviceLookup(LookupEngine):
         """Return the rows found, and the tables' source codes; `DeviceLookupResult.into` pools them later."""
         request, stream = job.request, job.context.stream
         versions, sources = job.block.reports(stream)
-        self._device.space.give_back(stream)
+        self.cache.space.give_back(stream)
         result = DeviceLookupResult({}, degraded=tuple(dict.fromkeys(job.context.degraded)))
         bags, answers = [], []
         for share, seen, codes in zip(job.table_keys, versions, sources, strict=True):
@@ -186,7 +187,7 @@ class DeviceLookup(LookupEngine):
                     result.sources[feature.name] = codes[own]
                     result.versions[feature.name] = seen[own]
                 start = own.stop
-        result.into = partial(_pool, self._device, bags)
+        result.into = partial(_pool, self.cache, bags)
         return result, answers
 
 

@@ -30,7 +30,7 @@ from hps.config.dense_settings import DenseSettings, TritonSettings
 from hps.dense.base import NetworkTensor
 from hps.dense.fallback import FallbackModel
 from hps.dense.network_factory import NetworkSpec, open_network
-from hps.dense.triton import TritonModel
+from hps.dense.triton import TritonModel, TritonRunOptions
 from hps.dense.triton.device_memory import DeviceRegion
 from hps.dense.triton.grpc import GrpcTransport
 from hps.dense.triton.host_memory import HostRegion
@@ -125,8 +125,8 @@ def opened(triton: Triton) -> Iterator[Callable[..., TritonModel]]:
     networks = []
 
     def open_network(regions: ThreadRegions | None = None, **changes: Any) -> TritonModel:
-        options: dict[str, Any] = {"timeout_s": 60.0, "retries": 0, "regions": regions, **changes}
-        networks.append(TritonModel("n", "triton:1", triton, ((IN,), (OUT,)), **options))
+        options = TritonRunOptions(60.0, regions=regions, **changes)
+        networks.append(TritonModel("n", "triton:1", triton, ((IN,), (OUT,)), options))
         return networks[-1]
 
     yield open_network

@@ -11,7 +11,7 @@ import pytest
 
 from hps.cuda.loader import cupy
 from hps.dense.base import NetworkTensor
-from hps.dense.triton import TritonModel
+from hps.dense.triton import TritonModel, TritonRunOptions
 from hps.dense.triton.device_memory import DeviceRegion
 from hps.dense.triton.shared_regions import ThreadRegions
 from hps.dense.triton.transport import CudaSharedMemory, TritonModelInfo
@@ -77,7 +77,7 @@ def test_another_process_reads_and_writes_tensors_in_gpu_memory():
         triton = Triton(processes)
         regions = ThreadRegions(partial(DeviceRegion, 0))
         network = TritonModel(
-            "n", "triton:1", triton, ((IN,), (OUT,)), timeout_s=60.0, retries=0, regions=regions
+            "n", "triton:1", triton, ((IN,), (OUT,)), TritonRunOptions(60.0, regions=regions)
         )
         for batch in (1, 7, 1 << 16, 3):
             x = np.random.default_rng(batch).random((batch, 2), np.float32)

@@ -22,7 +22,7 @@ from tritonclient.grpc.service_pb2_grpc import (
 
 from hps.client.trace import trace_headers
 from hps.dense.base import NetworkTensor
-from hps.dense.triton import TritonModel
+from hps.dense.triton import TritonModel, TritonRunOptions
 from hps.dense.triton.grpc import GrpcTransport
 from hps.dense.triton.http import HttpTransport
 from hps.dense.triton.transport import TritonTransport
@@ -250,7 +250,7 @@ def test_triton_receives_request_id_and_trace_headers(spans, protocol, request):
         if protocol == "grpc"
         else HttpTransport(triton.url, "n", "")
     )
-    network = TritonModel("n", triton.url, transport, ((x,), (y,)), timeout_s=30, retries=0)
+    network = TritonModel("n", triton.url, transport, ((x,), (y,)), TritonRunOptions(30))
     values = {"x": np.ones((1, 1), np.float32)}
     network.predict(values)
     with RequestContext("r-1", CALLER, "v=1").part("dense"):

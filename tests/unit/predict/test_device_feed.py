@@ -14,7 +14,7 @@ from hps.cuda.loader import cupy
 from hps.dense import network_factory
 from hps.dense.fallback import FallbackModel
 from hps.dense.onnx import OnnxModel
-from hps.dense.triton import TritonModel
+from hps.dense.triton import TritonModel, TritonRunOptions
 from hps.dense.triton.device_memory import DeviceRegion
 from hps.dense.triton.host_memory import unused_name
 from hps.dense.triton.shared_regions import ThreadRegions
@@ -112,8 +112,10 @@ def pair(open_node, monkeypatch):  # noqa: F811
             tritons.append(Triton(OnnxModel(path, "cpu")))
             expected = (tuple(network.fed.values()), network.served)
             regions = ThreadRegions(Region, on_device=True)
-            options = {"timeout_s": 60.0, "retries": 0, "regions": regions, "check": network.check}
-            return TritonModel(target.name, "triton:1", tritons[0], expected, **options)
+            options = TritonRunOptions(60.0, regions=regions)
+            return TritonModel(
+                target.name, "triton:1", tritons[0], expected, options, network.check
+            )
 
         monkeypatch.setattr(network_factory, "_in_triton", open_twin)
         dense = {"triton": {"url": "localhost:1", "shared_memory": "cuda", **dense}}

@@ -14,7 +14,7 @@ from hps.dense.base import NetworkTensor
 from hps.errors import BadRequest, DeadlineExceeded, DenseModelError, ModelError, Unavailable
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
-from hps.predict.pipeline import InferencePipeline, top_k
+from hps.predict.pipeline import InferencePipeline, ModelNetwork, top_k
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
@@ -119,9 +119,8 @@ class Setup:
         self.engine = LookupEngine(
             model, TierChain([self.cache]), TierChain([self.store]), self.workers
         )
-        self.pipeline = InferencePipeline(
-            "m", spec, self.engine, self.network, self.workers, self.recorder
-        )
+        network = ModelNetwork("m", spec, self.network, self.recorder)
+        self.pipeline = InferencePipeline(network, self.engine, self.workers)
 
 
 @pytest.fixture

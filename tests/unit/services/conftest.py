@@ -24,7 +24,7 @@ from hps.node.node import Node, ServedModel
 from hps.node.streams import UpdateStreams
 from hps.node.tier_status import TierStatus
 from hps.observability.metrics import Metrics
-from hps.predict.pipeline import InferencePipeline
+from hps.predict.pipeline import InferencePipeline, ModelNetwork
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
@@ -132,7 +132,7 @@ def _served(spec: ModelSpec, caches: Any, stores: Any, workers: BoundedThreadPoo
     engine = LookupEngine(model, caches, stores, workers)
     pipeline = None
     if spec.dense is not None:
-        pipeline = InferencePipeline(spec.name, spec.dense, engine, Adder(), workers)
+        pipeline = InferencePipeline(ModelNetwork(spec.name, spec.dense, Adder()), engine, workers)
     return ServedModel(spec.name, 1, spec, tables, engine, pipeline)
 
 

@@ -20,7 +20,7 @@ from tritonclient.grpc.service_pb2_grpc import (
 from tritonclient.utils import InferenceServerException
 
 from hps.client import Client
-from hps.dense.triton import TritonModel
+from hps.dense.triton import TritonModel, TritonRunOptions
 from hps.dense.triton.grpc import GrpcTransport
 from hps.lookup.base import LookupModel
 from hps.lookup.remote import Candidates, NodeRegistry, RemoteLookup
@@ -153,7 +153,7 @@ def recording(small):
     server.start()
     expected = Adder.inputs, Adder.outputs
     network = TritonModel(
-        "n", url, GrpcTransport(url, "n", "", channels=1), expected, timeout_s=30, retries=0
+        "n", url, GrpcTransport(url, "n", "", channels=1), expected, TritonRunOptions(30)
     )
     small.node.models["ctr"].pipeline.dense = network
     yield made
