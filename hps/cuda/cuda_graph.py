@@ -10,13 +10,14 @@ from hps.cuda.loader import cupy
 
 _COPY = 1
 _REPEATABLE = frozenset((0, 2, 5, 10, 11))
-"""Kinds of a graph's nodes that may be run again as they are: kernels, fills, empty ones, memory taken and
-given back; and copies within the device's memory. The host's may be in use for something else by then,
-and a call of the host may free what it is given."""
+"""Kinds of graph nodes that can be launched again: kernels, fills, empty nodes, allocations and frees.
+
+Copies within device memory are also allowed. Host memory may have another use by then, and a host function
+may free its argument."""
 _ON_DEVICE = 2
 _COPY_FIELDS = 25  # of CUDA_MEMCPY3D, 8 bytes each
 _FROM, _TO = 4, 15
-"""The fields that say on which side the memory is."""
+"""The fields with the memory types of source and destination."""
 
 
 class CudaGraph:

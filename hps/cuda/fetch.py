@@ -96,7 +96,7 @@ class FetchWorkspace:
             self._later = cupy().empty(1 << (total - 1).bit_length(), np.uint32)
         readers.run(stream, lambda: run.launch(blocks, self._args, stream, windows, self._later))
         stream.synchronize()
-        misses = staging.bring(start, 4 * int(self.result[0]), stream)
+        misses = staging.read_back(start, 4 * int(self.result[0]), stream)
         return np.sort(misses.view(np.uint32))
 
     def _fill(

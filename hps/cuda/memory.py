@@ -39,11 +39,11 @@ def device_memory(device: int) -> tuple[str, int, int]:
 def _uuid_of(device: int) -> UUID:
     """Read the UUID from the driver: CuPy's `getDeviceProperties` cuts it at the first zero byte."""
     driver = ctypes.CDLL("libcuda.so.1")
-    handle, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    handle, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     failed = driver.cuDeviceGet(ctypes.byref(handle), device)
-    if failed or (failed := driver.cuDeviceGetUuid_v2(found, handle)):
+    if failed or (failed := driver.cuDeviceGetUuid_v2(uuid, handle)):
         raise RuntimeError(f"the CUDA driver did not give device {device}'s UUID (error {failed})")
-    return UUID(bytes=bytes(found))
+    return UUID(bytes=bytes(uuid))
 
 
 def free_host_bytes() -> int:
@@ -70,7 +70,7 @@ def out_of_memory_error(table: EmbeddingTable, shape: GpuTableShape) -> ConfigEr
     """Make the error for arrays of ``shape`` that do not fit on the device."""
     free, static = free_bytes(), shape.spare == shape.rows
     fitting = layout.fitting_capacity(
-        table, _offered(free, shape.bytes), static=static, scored=shape.scored
+        table, _suggested_bytes(free, shape.bytes), static=static, scored=shape.scored
     )
     return ConfigError(
         f"the GPU cache of table {table.id} needs {shape.bytes:,} bytes for "
@@ -81,7 +81,7 @@ def out_of_memory_error(table: EmbeddingTable, shape: GpuTableShape) -> ConfigEr
 
 def _too_much_pinned(table: EmbeddingTable, shape: GpuTableShape) -> ConfigError:
     size, free = shape.host_bytes, free_host_bytes()
-    fitting = _offered(free, size)
+    fitting = _suggested_bytes(free, size)
     return ConfigError(
         f"the GPU cache of table {table.id} needs {size:,} bytes of pinned host memory for "
         f"{shape.host_rows:,} rows, and {free:,} are free on the host; at most {fitting // shape.stride:,} "
@@ -104,6 +104,6 @@ def allocate_buffers(what: str) -> Iterator[None]:
         ) from error
 
 
-def _offered(free: int, asked: int) -> int:
-    """Return the bytes to suggest after an allocation of ``asked`` bytes has failed."""
-    return int(min(free, asked) * (1 - _KEEP_FREE))
+def _suggested_bytes(free: int, requested: int) -> int:
+    """Return the bytes to suggest after an allocation of ``requested`` bytes has failed."""
+    return int(min(free, requested) * (1 - _KEEP_FREE))

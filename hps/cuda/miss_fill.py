@@ -19,8 +19,8 @@ from hps.types import EmbeddingTable
 class PreparedMissFill:
     """Completes ``fetch``, whose keys are of ``tables``, with rows of the source ``code``.
 
-    The caller fills the arrays of `room` and calls `launch`; the previous launch must have ended. Versions
-    are not copied: the rows' are 0 afterwards. One thread at a time, on the current device.
+    The caller fills the arrays that `allocate` returns and calls `launch`; the previous launch must have
+    ended. Versions are not copied: the rows' are 0 afterwards. One thread at a time, on the current device.
     """
 
     def __init__(self, fetch: PreparedFetch, tables: Sequence[EmbeddingTable], code: int) -> None:
@@ -36,16 +36,16 @@ class PreparedMissFill:
         ]
         cp.cuda.get_current_stream().synchronize()
 
-    def room(self, misses: Sequence[NDArray[np.int64]]) -> list[NDArray[Any]]:
+    def allocate(self, misses: Sequence[NDArray[np.int64]]) -> list[NDArray[Any]]:
         """Return, per table, ``(m, dim)`` of pinned memory for the rows at the positions ``misses (m,)``."""
         staging, sizes = self._staging, [len(left) for left in misses]
         each = [padded_bytes(n * t.row_bytes) for n, t in zip(sizes, self._tables, strict=True)]
         staging.begin(sum(each) + padded_bytes(8 * sum(sizes)))
         places = [
-            staging.room(n * table.dim, table.dtype)
+            staging.allocate(n * table.dim, table.dtype)
             for n, table in zip(sizes, self._tables, strict=True)
         ]
-        positions, positions_at = staging.room(sum(sizes), np.int64)
+        positions, positions_at = staging.allocate(sum(sizes), np.int64)
         np.concatenate(misses, out=positions)
         counts = np.array(sizes)
         ends = np.cumsum(counts)

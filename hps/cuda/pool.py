@@ -42,43 +42,45 @@ class KernelBags:
 
 
 def pool(
-    space: FetchWorkspace, readers: ReaderEvents, stream: Any, asks: Sequence[KernelBags]
+    space: FetchWorkspace, readers: ReaderEvents, stream: Any, requests: Sequence[KernelBags]
 ) -> int:
-    """Pool ``asks`` (none without bags) on ``stream`` and wait for it.
+    """Pool ``requests`` (none without bags) on ``stream`` and wait for it.
 
     Returns the number of keys without a row; unless it is 0, the outs are undefined.
     """
     missing = 0
-    for start in range(0, len(asks), PARTS):
-        missing += _pool_some(space, readers, stream, asks[start : start + PARTS])
+    for start in range(0, len(requests), PARTS):
+        missing += _pool_some(space, readers, stream, requests[start : start + PARTS])
     return missing
 
 
 def _pool_some(
-    space: FetchWorkspace, readers: ReaderEvents, stream: Any, asks: Sequence[KernelBags]
+    space: FetchWorkspace, readers: ReaderEvents, stream: Any, requests: Sequence[KernelBags]
 ) -> int:
     staging = space.staging
-    staging.begin(sum(staging_bytes(ask.keys, ask.offsets, ask.weights) for ask in asks))
-    tile, unit = tile_and_unit([ask.table.table.dim for ask in asks])
+    staging.begin(
+        sum(staging_bytes(request.keys, request.offsets, request.weights) for request in requests)
+    )
+    tile, unit = tile_and_unit([request.table.table.dim for request in requests])
     args, blocks = KernelStruct(POOL_ARGS), 0
-    for index, ask in enumerate(asks):
-        table, bags = ask.table, len(ask.out)
+    for index, request in enumerate(requests):
+        table, bags = request.table, len(request.out)
         buckets, stride, _, on_device = table.sizes
         lines, rows, host_rows, _ = table.pointers
         PART.pack_into(
             args.array.data,
             PARTS_AT + index * PART.size,
             *(lines, rows, host_rows),
-            staging.put(ask.keys),
-            staging.put(ask.offsets),
-            staging.put(ask.weights),
-            ask.out.data.ptr,
+            staging.put(request.keys),
+            staging.put(request.offsets),
+            staging.put(request.weights),
+            request.out.data.ptr,
             *(buckets, stride, table.table.dim, on_device),
-            *(bags, ask.hotness, blocks, table.now, table.stamping),
-            *(ask.mean, table.table.dtype == np.float16, 0),
+            *(bags, request.hotness, blocks, table.now, table.stamping),
+            *(request.mean, table.table.dtype == np.float16, 0),
         )
         blocks += blocks_of(bags, tile)
-    args["parts"], args["result"] = len(asks), space.result_at
+    args["parts"], args["result"] = len(requests), space.result_at
     args["missing"], args["done"] = space.counts.data.ptr, space.counts.data.ptr + 4
     staging.send(stream)
     run = kernel(f"pool_kernel<{tile}, {unit}>")
@@ -112,27 +114,39 @@ class RowBags:
     mean: bool
 
 
-def pool_rows(staging: StagingBuffer, stream: Any, asks: Sequence[RowBags]) -> None:
-    """Pool ``asks`` (none without bags) on ``stream`` and wait for it."""
-    for start in range(0, len(asks), PARTS):
-        _pool_some_rows(staging, stream, asks[start : start + PARTS])
+def pool_rows(staging: StagingBuffer, stream: Any, requests: Sequence[RowBags]) -> None:
+    """Pool ``requests`` (none without bags) on ``stream`` and wait for it."""
+    for start in range(0, len(requests), PARTS):
+        _pool_some_rows(staging, stream, requests[start : start + PARTS])
         stream.synchronize()
 
 
-def _pool_some_rows(staging: StagingBuffer, stream: Any, asks: Sequence[RowBags]) -> None:
-    staging.begin(sum(staging_bytes(ask.fallback, ask.offsets, ask.weights) for ask in asks))
-    tile, unit = tile_and_unit([len(ask.fallback) for ask in asks])
+def _pool_some_rows(staging: StagingBuffer, stream: Any, requests: Sequence[RowBags]) -> None:
+    staging.begin(
+        sum(
+            staging_bytes(request.fallback, request.offsets, request.weights)
+            for request in requests
+        )
+    )
+    tile, unit = tile_and_unit([len(request.fallback) for request in requests])
     args, blocks = KernelStruct(BAGS_ARGS), 0
-    for index, ask in enumerate(asks):
-        bags, dim = len(ask.out), len(ask.fallback)
+    for index, request in enumerate(requests):
+        bags, dim = len(request.out), len(request.fallback)
         ROWS_PART.pack_into(
             args.array.data,
             ROWS_PARTS_AT + index * ROWS_PART.size,
-            *(ask.rows.data.ptr, ask.source.data.ptr, staging.put(ask.fallback)),
-            *(staging.put(ask.offsets), staging.put(ask.weights), ask.out.data.ptr),
-            *(dim, bags, ask.hotness, blocks, ask.mean, ask.fallback.dtype == np.float16),
+            *(request.rows.data.ptr, request.source.data.ptr, staging.put(request.fallback)),
+            *(staging.put(request.offsets), staging.put(request.weights), request.out.data.ptr),
+            *(
+                dim,
+                bags,
+                request.hotness,
+                blocks,
+                request.mean,
+                request.fallback.dtype == np.float16,
+            ),
         )
         blocks += blocks_of(bags, tile)
-    args["parts"] = len(asks)
+    args["parts"] = len(requests)
     staging.send(stream)
     kernel(f"pool_rows_kernel<{tile}, {unit}>").launch(blocks, args, stream.ptr)

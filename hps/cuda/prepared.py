@@ -58,13 +58,13 @@ class PreparedPooling:
     once the stream is done. The tables must not be freed.
     """
 
-    def __init__(self, readers: ReaderEvents, asks: Sequence[FixedBags]) -> None:
+    def __init__(self, readers: ReaderEvents, requests: Sequence[FixedBags]) -> None:
         self._readers = readers
         self._staging = StagingBuffer()
-        self._staging.begin(sum(padded_bytes(8 * ask.n) for ask in asks))
-        room = [self._staging.room(ask.n, np.int64) for ask in asks]
-        self.keys = [keys for keys, _ in room]
-        parts = [(ask, at) for ask, (_, at) in zip(asks, room, strict=True)]
+        self._staging.begin(sum(padded_bytes(8 * request.n) for request in requests))
+        buffers = [self._staging.allocate(request.n, np.int64) for request in requests]
+        self.keys = [keys for keys, _ in buffers]
+        parts = [(request, at) for request, (_, at) in zip(requests, buffers, strict=True)]
         self._launches = [
             _PoolingLaunch(parts[start : start + PARTS]) for start in range(0, len(parts), PARTS)
         ]
@@ -86,23 +86,25 @@ class _PoolingLaunch:
 
     def __init__(self, parts: Sequence[tuple[FixedBags, int]]) -> None:
         cp = cupy()
-        self._tables = [ask.table for ask, _ in parts]
+        self._tables = [request.table for request, _ in parts]
         tile, unit = tile_and_unit([table.table.dim for table in self._tables])
         self._args, self._blocks = KernelStruct(POOL_ARGS), 0
-        for index, (ask, keys_at) in enumerate(parts):
-            table, bags = ask.table, ask.n // ask.hotness
+        for index, (request, keys_at) in enumerate(parts):
+            table, bags = request.table, request.n // request.hotness
             buckets, stride, _, on_device = table.sizes
             lines, rows, host_rows, _ = table.pointers
             PART.pack_into(
                 self._args.array.data,
                 PARTS_AT + index * PART.size,
-                *(lines, rows, host_rows, keys_at, 0, 0, ask.out.data.ptr),
+                *(lines, rows, host_rows, keys_at, 0, 0, request.out.data.ptr),
                 *(buckets, stride, table.table.dim, on_device),
-                *(bags, ask.hotness, self._blocks, 0, table.stamping),
-                *(ask.mean, table.table.dtype == np.float16, 0),
+                *(bags, request.hotness, self._blocks, 0, table.stamping),
+                *(request.mean, table.table.dtype == np.float16, 0),
             )
             self._blocks += blocks_of(bags, tile)
-        self._outs = [ask.out for ask, _ in parts]  # keeps the memory that the kernel writes to
+        self._outs = [
+            request.out for request, _ in parts
+        ]  # keeps the memory that the kernel writes to
         self._counts = cp.zeros(2, np.uint32)
         self._pinned = cp.cuda.alloc_pinned_memory(4)
         self.result: NDArray[np.uint32] = np.frombuffer(self._pinned, np.uint32, 1)
@@ -136,10 +138,11 @@ class FixedRows:
 class PreparedRowPooling:
     """Poolings of fetched rows with prepared launches."""
 
-    def __init__(self, asks: Sequence[FixedRows]) -> None:
-        self._asks = list(asks)  # keeps the memory that the kernels use
+    def __init__(self, requests: Sequence[FixedRows]) -> None:
+        self._asks = list(requests)  # keeps the memory that the kernels use
         self._launches = [
-            self._prepare(self._asks[start : start + PARTS]) for start in range(0, len(asks), PARTS)
+            self._prepare(self._asks[start : start + PARTS])
+            for start in range(0, len(requests), PARTS)
         ]
 
     def launch(self, stream: Any) -> None:
@@ -147,20 +150,27 @@ class PreparedRowPooling:
             run.launch(blocks, args, stream.ptr)
 
     @staticmethod
-    def _prepare(asks: Sequence[FixedRows]) -> tuple[CudaKernel, int, KernelStruct]:
-        tile, unit = tile_and_unit([len(ask.fallback) for ask in asks])
+    def _prepare(requests: Sequence[FixedRows]) -> tuple[CudaKernel, int, KernelStruct]:
+        tile, unit = tile_and_unit([len(request.fallback) for request in requests])
         args, blocks = KernelStruct(BAGS_ARGS), 0
-        for index, ask in enumerate(asks):
-            bags, dim = len(ask.out), len(ask.fallback)
+        for index, request in enumerate(requests):
+            bags, dim = len(request.out), len(request.fallback)
             ROWS_PART.pack_into(
                 args.array.data,
                 ROWS_PARTS_AT + index * ROWS_PART.size,
-                *(ask.rows.data.ptr, ask.source.data.ptr, ask.fallback.data.ptr),
-                *(0, 0, ask.out.data.ptr),
-                *(dim, bags, ask.hotness, blocks, ask.mean, ask.fallback.dtype == np.float16),
+                *(request.rows.data.ptr, request.source.data.ptr, request.fallback.data.ptr),
+                *(0, 0, request.out.data.ptr),
+                *(
+                    dim,
+                    bags,
+                    request.hotness,
+                    blocks,
+                    request.mean,
+                    request.fallback.dtype == np.float16,
+                ),
             )
             blocks += blocks_of(bags, tile)
-        args["parts"] = len(asks)
+        args["parts"] = len(requests)
         return kernel(f"pool_rows_kernel<{tile}, {unit}>"), blocks, args
 
 
@@ -172,20 +182,20 @@ class PreparedFetch:
     ``sources_block`` is the memory of all sources. The tables must not be freed.
     """
 
-    def __init__(self, readers: ReaderEvents, asks: Sequence[tuple[GpuTable, int]]) -> None:
+    def __init__(self, readers: ReaderEvents, requests: Sequence[tuple[GpuTable, int]]) -> None:
         cp = cupy()
         self._readers = readers
-        total = sum(n for _, n in asks)
+        total = sum(n for _, n in requests)
         self._staging = StagingBuffer()
-        self._staging.begin(sum(padded_bytes(8 * n) for _, n in asks))
-        room = [self._staging.room(n, np.int64) for _, n in asks]
-        self.keys = [keys for keys, _ in room]
-        sizes = [-(-n * table.table.row_bytes // _ALIGN) * _ALIGN for table, n in asks]
+        self._staging.begin(sum(padded_bytes(8 * n) for _, n in requests))
+        buffers = [self._staging.allocate(n, np.int64) for _, n in requests]
+        self.keys = [keys for keys, _ in buffers]
+        sizes = [-(-n * table.table.row_bytes // _ALIGN) * _ALIGN for table, n in requests]
         rows_block, versions = cp.empty(sum(sizes), np.uint8), cp.empty(total, np.uint64)
         self.sources_block = cp.zeros(total, np.uint8)
         self.rows, self.versions, self.sources = [], [], []
         at, first = 0, 0
-        for (table, n), size in zip(asks, sizes, strict=True):
+        for (table, n), size in zip(requests, sizes, strict=True):
             shape = (n, table.table.dim)
             self.rows.append(cp.ndarray(shape, table.table.dtype, rows_block.data + at))
             self.versions.append(versions[first : first + n])
@@ -194,7 +204,7 @@ class PreparedFetch:
         parts = [
             (table, n, keys_at, rows, versions, source)
             for (table, n), (_, keys_at), rows, versions, source in zip(
-                asks, room, self.rows, self.versions, self.sources, strict=True
+                requests, buffers, self.rows, self.versions, self.sources, strict=True
             )
         ]
         self._launches = [

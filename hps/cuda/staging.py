@@ -32,7 +32,7 @@ class StagingBuffer:
         self.base = self._pinned.ptr if self.in_place else self._device.data.ptr
         self.used = 0
 
-    def room(self, count: int, dtype: Any) -> tuple[NDArray[Any], int]:
+    def allocate(self, count: int, dtype: Any) -> tuple[NDArray[Any], int]:
         """Allocate ``count`` values; return the array and its address for kernels."""
         start = self.used
         array: NDArray[Any] = np.frombuffer(self.host, dtype, count, start)
@@ -46,8 +46,8 @@ class StagingBuffer:
             return 0
         if not isinstance(array, np.ndarray):
             return int(array.data.ptr)
-        there, address = self.room(array.size, array.dtype)
-        there[:] = array
+        copy, address = self.allocate(array.size, array.dtype)
+        copy[:] = array
         return address
 
     def send(self, stream: Any) -> None:
@@ -56,9 +56,10 @@ class StagingBuffer:
             copy = cupy().cuda.runtime.memcpyAsync
             copy(self.base, self._pinned.ptr, self.used, 1, stream.ptr)
 
-    def bring(self, start: int, nbytes: int, stream: Any) -> NDArray[np.uint8]:
-        """Return what kernels wrote at ``start``, once ``stream`` is done; waits for it if a copy is
-        needed."""
+    def read_back(self, start: int, nbytes: int, stream: Any) -> NDArray[np.uint8]:
+        """Return the bytes that kernels wrote at ``start``; valid once ``stream`` is done.
+
+        Waits for it if a copy is needed."""
         if nbytes and not self.in_place:
             copy = cupy().cuda.runtime.memcpyAsync
             copy(self._pinned.ptr + start, self.base + start, nbytes, 2, stream.ptr)

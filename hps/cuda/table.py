@@ -194,17 +194,17 @@ class GpuTable:
         or new state, or twice. Waits for ``stream``. Thread-safe; takes little device memory.
         """
         cp, pieces = cupy(), []
-        room = min(self.shape.slots, _RANKED_AT_ONCE)
+        limit = min(self.shape.slots, _RANKED_AT_ONCE)
         with stream:
-            keys, numbers = cp.empty(room, np.int64), cp.empty(room, np.uint32)
-            scores = cp.empty(room, np.uint64)
+            keys, numbers = cp.empty(limit, np.int64), cp.empty(limit, np.uint32)
+            scores = cp.empty(limit, np.uint64)
             to = {"keys": keys.data.ptr, "numbers": numbers.data.ptr, "scores": scores.data.ptr}
-            for first in range(0, self.shape.buckets, room // WAYS):
-                buckets = min(room // WAYS, self.shape.buckets - first)
+            for first in range(0, self.shape.buckets, limit // WAYS):
+                buckets = min(limit // WAYS, self.shape.buckets - first)
                 at = {"lines": self.lines.data.ptr + first * BUCKET_BYTES, "buckets": buckets}
                 if self.shape.scored:
                     at["slot_scores"] = self.slot_scores_at + 8 * WAYS * first
-                n = int(self._scan(stream, **at, limit=room, **to)[0])
+                n = int(self._scan(stream, **at, limit=limit, **to)[0])
                 pieces.append((keys[:n].get(), scores[:n].get()))
         found = [np.concatenate(arrays) for arrays in zip(*pieces, strict=True)]
         return found[0], self._ranks(found[1])
@@ -221,15 +221,15 @@ class GpuTable:
         """
         cp, least = cupy(), least and self._ranks(least)
         with stream:
-            room = int(self._scan(stream, least=least)[0])
-            keys, numbers = cp.empty(room, np.int64), cp.empty(room, np.uint32)
-            scores = cp.empty(room, np.uint64)
-            versions = cp.empty(room, np.uint64) if with_versions else None
-            vectors = cp.empty((room, self.table.dim), self.table.dtype)
-            if room:
+            limit = int(self._scan(stream, least=least)[0])
+            keys, numbers = cp.empty(limit, np.int64), cp.empty(limit, np.uint32)
+            scores = cp.empty(limit, np.uint64)
+            versions = cp.empty(limit, np.uint64) if with_versions else None
+            vectors = cp.empty((limit, self.table.dim), self.table.dtype)
+            if limit:
                 pointers = {"keys": keys.data.ptr, "numbers": numbers.data.ptr}
                 pointers["scores"] = scores.data.ptr
-                self._scan(stream, least=least, limit=room, **pointers)
+                self._scan(stream, least=least, limit=limit, **pointers)
                 self.gather(stream, numbers, vectors, versions)
             stream.synchronize()
         return keys, vectors, versions, scores

@@ -79,7 +79,9 @@ class TwinTable:
     def fetch(
         self, keys: KeyArray, oldest_tombstone: int = 0
     ) -> tuple[VectorArray, NDArray[np.uint32], VersionArray]:
-        """``vectors (n, dim)``, ``words (n,)`` (`EMPTY` for a miss), ``versions (n,)``. Stamps hits."""
+        """Return ``vectors (n, dim)``, ``words (n,)`` (`EMPTY` for a miss) and ``versions (n,)``.
+
+        Updates the scores of hits."""
         vectors = np.zeros((len(keys), self.rows.shape[1]), self.rows.dtype)
         words = np.full(len(keys), EMPTY, np.uint32)
         versions = np.zeros(len(keys), np.uint64)
@@ -171,8 +173,8 @@ class TwinTable:
     def _outdated(self, place: Place, version: int, oldest_tombstone: int, update: bool) -> bool:
         word = int(self.words[place])
         held = int(self.versions[word & ROW_MASK])
-        forgotten = bool(word & TOMBSTONE) and held < oldest_tombstone
-        return forgotten or version < held if update else not forgotten and version < held
+        expired = bool(word & TOMBSTONE) and held < oldest_tombstone
+        return expired or version < held if update else not expired and version < held
 
     def _fill(self, i: int, place: Place, row: VectorArray | None, version: Any) -> None:
         """Write row and version into the i-th spare row, and swap it with the slot's row."""
@@ -192,12 +194,12 @@ class TwinTable:
         """
         halves = self._halves(key)
         vacant = [np.flatnonzero(self.words[half] & EMPTY) for half in halves]
-        here, there = len(vacant[0]) + len(vacant[1]), len(vacant[2]) + len(vacant[3])
+        in_first, in_second = len(vacant[0]) + len(vacant[1]), len(vacant[2]) + len(vacant[3])
         spread = 2 if self.policy is EvictionPolicy.NONE else HALF
-        if len(vacant[0]) and (here > 1 or there < spread):
+        if len(vacant[0]) and (in_first > 1 or in_second < spread):
             order = [0]
         else:
-            order = [2, 3] if there > len(vacant[1]) else [1]
+            order = [2, 3] if in_second > len(vacant[1]) else [1]
         for choice in order:
             if len(vacant[choice]):
                 return halves[choice], int(vacant[choice][0])

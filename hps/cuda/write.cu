@@ -138,17 +138,17 @@ __device__ __forceinline__ int choose(const WriteArgs& a, u32 i, const Slot* slo
     const bool it = (slot[k].word & (EMPTY | CLAIMED)) == EMPTY;
     vacant[k] = __popc(__ballot_sync(tile.mask, it) & tile.mask);
   }
-  const int here = vacant[0] + vacant[1], there = vacant[2] + vacant[3];
-  const bool room = here + there;
-  if (SCORED && !room) return lowest_scored(a, slot, half, a.scores ? a.scores[i] : 0, tile);
-  const bool home = vacant[0] && (here > 1 || there < (a.policy == NONE ? 2 : HALF));
-  const bool second = !home && there > vacant[1];
+  const int in_first = vacant[0] + vacant[1], in_second = vacant[2] + vacant[3];
+  const bool any_vacant = in_first + in_second;
+  if (SCORED && !any_vacant) return lowest_scored(a, slot, half, a.scores ? a.scores[i] : 0, tile);
+  const bool home = vacant[0] && (in_first > 1 || in_second < (a.policy == NONE ? 2 : HALF));
+  const bool second = !home && in_second > vacant[1];
   u64 best = NOTHING;
 #pragma unroll
   for (int k = 0; k < CHOICES; k++) {
     const u32 word = slot[k].word;
     u64 rank = NOTHING;
-    if (room) {
+    if (any_vacant) {
       const bool wanted = home ? k == 0 : second ? k >= 2 : k == 1;
       if (wanted && (word & (EMPTY | CLAIMED)) == EMPTY) rank = 0;
     } else if (a.policy != NONE && !(word & CLAIMED)) {

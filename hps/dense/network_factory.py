@@ -45,10 +45,10 @@ def open_network(network: NetworkSpec, settings: DenseSettings, device: int) -> 
     target = None if triton is None else triton_target(network.name, triton)
     if triton is None or target is None:
         return _in_process(network, settings, device)
-    there = _in_triton(target, triton, network, device)
+    remote = _in_triton(target, triton, network, device)
     if not triton.fallback:
-        return there
-    return FallbackModel(network.name, there, _in_process(network, settings, device))
+        return remote
+    return FallbackModel(network.name, remote, _in_process(network, settings, device))
 
 
 def check_local_network(network: NetworkSpec, settings: DenseSettings) -> None:

@@ -173,11 +173,7 @@ class NodeGpus:
             for feature in model.lookup.features.values()
         ]
         if network.takes_device_arrays:
-            caches = self.replicas.caches
-            return [
-                DeviceFeed(lookup, cache.space, network, feeds)
-                for lookup, cache in zip(lookups, caches, strict=True)
-            ]
+            return [DeviceFeed(lookup, network, feeds) for lookup in lookups]
         if not isinstance(network, OnnxModel):
             return []
         if not runs_on_gpu(network):

@@ -23,14 +23,13 @@ class DeviceFeed:
     def __init__(
         self,
         lookup: DeviceLookup,
-        space: Any,
         network: DenseModel,
         feeds: Sequence[tuple[Feature, str]],
     ) -> None:
-        """``space`` is the device's `DeviceSpace`; ``network`` takes arrays that lie there; ``feeds``: each
-        feature and the network's input that takes its vectors."""
+        """``network`` takes arrays on the lookup's device; ``feeds``: each feature and the network's input
+        that takes its vectors."""
         self.lookup = lookup
-        self._space = space
+        self._space = lookup.cache.space
         self._network = network
         types = {tensor.name: tensor.dtype for tensor in network.inputs}
         self._feeds = [(feature, tensor, types[tensor]) for feature, tensor in feeds]

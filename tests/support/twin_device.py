@@ -223,7 +223,7 @@ class PreparedRefill:
     def __init__(self, fetch: PreparedFetch, tables: Any, source: Source) -> None:
         self._fetch, self._tables, self._source = fetch, tables, source
 
-    def room(self, misses: Any) -> Any:
+    def allocate(self, misses: Any) -> Any:
         self._misses = misses
         self._rows = [
             np.empty((len(left), table.dim), table.dtype)

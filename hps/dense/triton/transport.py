@@ -111,8 +111,8 @@ class TritonTransport(Protocol):
 
 def request_headers() -> tuple[str, dict[str, str]]:
     """Return the current request's ID and trace headers."""
-    origin = current_context()
-    return ("", {}) if origin is None else (origin.request_id, origin.headers())
+    context = current_context()
+    return ("", {}) if context is None else (context.request_id, context.headers())
 
 
 def microseconds(timeout_s: float) -> int:

@@ -166,7 +166,7 @@ class FilledFetch:
         """Copy the missing rows to the device in one launch, if host memory has all of them."""
         if self._refill is None or not self._host.is_due():
             return False
-        targets = self._refill.room(misses)
+        targets = self._refill.allocate(misses)
         asks = [
             (feature.table, keys[left], target)
             for feature, keys, left, target in zip(

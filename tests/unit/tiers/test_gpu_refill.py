@@ -144,13 +144,13 @@ def test_rows_are_scattered_to_their_positions(made, tables, share, staged, monk
             (rows.get(), source.get())
             for rows, source in zip(fetch.rows, fetch.sources, strict=True)
         ]
-        rooms = refilled.room(misses)
-        for table, left, buffer in zip(tables, misses, rooms, strict=True):
+        buffers = refilled.allocate(misses)
+        for table, left, buffer in zip(tables, misses, buffers, strict=True):
             assert (buffer.shape, buffer.dtype) == ((len(left), table.dim), table.dtype)
             buffer[:] = rng.integers(1, 99, buffer.shape)
         refilled.launch(stream)
         stream.synchronize()
-        for i, (left, buffer) in enumerate(zip(misses, rooms, strict=True)):
+        for i, (left, buffer) in enumerate(zip(misses, buffers, strict=True)):
             rows, source = before[i]
             rows[left], source[left] = buffer, Source.CPU
             np.testing.assert_array_equal(fetch.rows[i].get(), rows)
