@@ -122,7 +122,7 @@ class OnnxModel:
         return self._open(self._options_of(device, stream))
 
     def run_options(self) -> Any:
-        """The options of runs that do not wait for the device."""
+        """Return the options of runs that do not wait for the device."""
         import onnxruntime as ort
 
         options = ort.RunOptions()

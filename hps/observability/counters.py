@@ -173,7 +173,7 @@ class MetricHistogram:
             self.read()
 
     def read(self) -> tuple[list[int], float]:
-        """Observations per bucket, the last one without an upper bound, and their sum."""
+        """Return the observations per bucket, the last one without an upper bound, and their sum."""
         with self._lock:
             observations = self._observations[:]
             del self._observations[: len(observations)]  # others may append meanwhile, never remove

@@ -8,7 +8,7 @@ from hps.observability.metric_triton import TRITON
 
 
 def metric_tables() -> str:
-    """All groups of metrics as Markdown, with a heading and a table each."""
+    """Return all groups of metrics as Markdown, with a heading and a table each."""
     groups = [(f"## {title}", specs) for title, specs in GROUPS.items()]
     groups.append(("## Triton's names", TRITON))
     return "\n\n".join(f"{title}\n\n{_table(specs)}" for title, specs in groups)

@@ -51,7 +51,7 @@ class MetricValues(dict[str, dict[tuple[str, ...], Any]]):
                 own[labels] = _sum(own[labels], value) if labels in own else value
 
     def grown(self) -> MetricValues:
-        """Only the monotonic values: those that must remain after a process has ended."""
+        """Return only the monotonic values, which must remain after a process has ended."""
         return MetricValues(
             {n: values for n, values in self.items() if _BY_NAME[n].kind != "gauge"}
         )
@@ -81,7 +81,7 @@ class MetricValues(dict[str, dict[tuple[str, ...], Any]]):
 
 
 def names_of(model: str) -> tuple[str, str]:
-    """The name of a model in requests, and the label ``model`` of their metrics."""
+    """Return the name of a model in requests, and the label ``model`` of their metrics."""
     return model, f"{model}.lookup"
 
 
@@ -117,7 +117,7 @@ class Metrics:
         self._registry: Any = None
 
     def counter(self, name: str, *labels: str) -> Counter:
-        """The counter ``name`` with these label values, in the order of its table entry."""
+        """Return the counter ``name`` with these label values, in the order of its table entry."""
         child: Counter = self._child(name, labels, "counter", Counter)
         return child
 

@@ -207,7 +207,7 @@ class ThreadRegions:
             self._stale_bytes += region.size
 
     def _unregister_stale(self, transport: TritonTransport, left_s: Callable[[], float]) -> None:
-        """Unregister dropped regions at Triton; what fails now is tried again later."""
+        """Unregister dropped regions at Triton; failed ones are retried later."""
         for _ in range(min(_AT_A_TIME, len(self._stale))):
             with self._lock:
                 if not self._stale:  # another thread did it
@@ -242,7 +242,7 @@ def _register(region: TritonRegion, transport: TritonTransport, left_s: float) -
 
 
 def _unregister(region: TritonRegion, transport: TritonTransport, left_s: float) -> bool:
-    """True if Triton has unregistered the region. It refuses while a run uses it."""
+    """Return whether Triton has unregistered the region. It refuses while a run uses it."""
     try:
         transport.unregister(region.name, region.key, left_s)
     except TritonRejected as error:

@@ -220,23 +220,23 @@ class HttpTriton(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def triton():
-    made = Triton()
+    servicer = Triton()
     server = grpc.server(ThreadPoolExecutor(2))
-    add_GRPCInferenceServiceServicer_to_server(made, server)
-    made.url = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    add_GRPCInferenceServiceServicer_to_server(servicer, server)
+    servicer.url = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    yield made
+    yield servicer
     server.stop(0).wait(30)
 
 
 @pytest.fixture
 def triton_by_http():
     with ThreadingHTTPServer(("127.0.0.1", 0), HttpTriton) as server:
-        made: Any = server
-        made.received, made.url = [], f"127.0.0.1:{server.server_port}"
+        triton: Any = server
+        triton.received, triton.url = [], f"127.0.0.1:{server.server_port}"
         thread = Thread(target=server.serve_forever)
         thread.start()
-        yield made
+        yield triton
         server.shutdown()
         thread.join(30)
 
@@ -338,11 +338,11 @@ def test_missing_opentelemetry_is_an_error_only_when_configured():
 
 def test_tracer_resource_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
-    made = otel.tracer("worker")
-    attributes = made._provider.resource.attributes
+    tracer = otel.tracer("worker")
+    attributes = tracer._provider.resource.attributes
     assert (attributes["service.name"], attributes["hps.role"]) == ("hps", "worker")
-    made.close()
+    tracer.close()
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ranking")
-    made = otel.tracer("node")
-    assert made._provider.resource.attributes["service.name"] == "ranking"
-    made.close()
+    tracer = otel.tracer("node")
+    assert tracer._provider.resource.attributes["service.name"] == "ranking"
+    tracer.close()

@@ -125,9 +125,9 @@ class Setup:
 
 @pytest.fixture
 def setup():
-    made = Setup()
-    yield made
-    made.workers.close()
+    setup = Setup()
+    yield setup
+    setup.workers.close()
 
 
 def request(batch=3, *, user=None, now=None, first=1, **options):
@@ -311,10 +311,10 @@ def test_output_with_a_wrong_batch_is_a_dense_model_error(setup, monkeypatch):
 
 def test_top_k_over_a_vector_output_is_rejected():
     spec = SPEC.model_copy(update={"ranking_output": None, "outputs": SPEC.outputs[::-1]})
-    made = Setup(spec)
+    setup = Setup(spec)
     with pytest.raises(BadRequest, match=r"output 'all' has \[12\]; name another"):
-        made.pipeline.predict(request(3, top_k=1))
-    made.workers.close()
+        setup.pipeline.predict(request(3, top_k=1))
+    setup.workers.close()
 
 
 # -- wiring --------------------------------------------------------------------------------------
@@ -391,14 +391,14 @@ def test_deadline_that_passes_in_the_store_skips_the_network(setup):
 
 def test_full_queue_after_a_store_lookup_fails_the_future():
     workers = BoundedThreadPool(1, 1, name="test", setting="tiers.lookup_queue")
-    made = Setup(workers=workers)
-    made.network.inline = False
-    made.store.gate.clear()
-    first = made.pipeline.submit(request(1, first=60))
+    setup = Setup(workers=workers)
+    setup.network.inline = False
+    setup.store.gate.clear()
+    first = setup.pipeline.submit(request(1, first=60))
     while workers.waiting:
         time.sleep(0.001)
-    second = made.pipeline.submit(request(1, first=61))
-    made.store.gate.set()
+    second = setup.pipeline.submit(request(1, first=61))
+    setup.store.gate.set()
     # The first one's rows arrived while the second held the only slot in the queue.
     with pytest.raises(Unavailable, match="overloaded"):
         first.result(60)
