@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from threading import Lock
 
 import numpy as np
@@ -16,6 +17,8 @@ Share = tuple[int, int, int, IndexArray, IndexArray]
 
 @dataclass(slots=True, eq=False)
 class _TwinFlight:
+    """A fetch; ``wanted``: per request, the positions that other fetches wait for, ordered by place."""
+
     number: int
     wanted: list[list[int]]
     own: list[tuple[int, int]] = field(default_factory=list)
@@ -33,6 +36,32 @@ class _Read:
     request: int
     position: int
     place: int = -1
+
+    def keep(self) -> int:
+        """Have the fetch keep the key's row; return the row's place in its result."""
+        if self.place < 0:
+            wanted = self.flight.wanted[self.request]
+            self.place = len(wanted)
+            wanted.append(self.position)
+        return self.place
+
+
+@dataclass(slots=True)
+class _Claim:
+    """A fetch that starts at the time ``now``; ``misses``: per request, (table, key, position)."""
+
+    flight: _TwinFlight
+    misses: list[list[tuple[int, int, int]]]
+    now: float
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = sum(map(len, self.misses))
+
+    def may_follow(self, other: _TwinFlight) -> bool:
+        if other.landed:
+            return self.now < other.until
+        return other.reading <= max(ALWAYS_FOLLOWED, FOLLOWED_RATIO * self.size)
 
 
 class InFlight:
@@ -66,8 +95,17 @@ class InFlight:
         ``number`` keeps of its request ``source_request``. It must `leave` each of these fetches in the
         end. Raises ValueError if the number is in use.
         """
+        misses = [
+            list(zip([table] * len(at), some[at].tolist(), at.tolist(), strict=True))
+            for table, some, at in zip(tables, keys, missing, strict=True)
+        ]
+        claim = _Claim(_TwinFlight(number, [[] for _ in misses]), misses, now)
         with self._lock:
-            return self._claim(number, tables, keys, missing, now)
+            if number in self._flights:
+                raise ValueError("this fetch number is in use")
+            followed = self._choose_followed(claim)
+            self._flights[number] = claim.flight
+            return self._divide(claim, followed)
 
     def land(self, number: int, until: float) -> list[IndexArray]:
         """End the fetch; return, per request, the positions that others wait for, ordered by place.
@@ -103,63 +141,46 @@ class InFlight:
             return last
 
     def __len__(self) -> int:
-        """The number of keys that can be found now."""
+        """The number of keys that a claim could find now."""
         return len(self._reads)
 
-    def _claim(
-        self,
-        number: int,
-        tables: Sequence[int],
-        keys: Sequence[KeyArray],
-        missing: Sequence[IndexArray],
-        now: float,
-    ) -> tuple[list[IndexArray], list[Share]]:
-        if number in self._flights:
-            raise ValueError("this fetch number is in use")
-        names = [
-            list(zip([table] * len(at), some[at].tolist(), at.tolist(), strict=True))
-            for table, some, at in zip(tables, keys, missing, strict=True)
-        ]
-        size = sum(map(len, names))
-
-        def may_follow(read: _Read) -> bool:
-            other = read.flight
-            return (
-                now < other.until
-                if other.landed
-                else other.reading <= max(ALWAYS_FOLLOWED, FOLLOWED_RATIO * size)
-            )
-
+    def _choose_followed(self, claim: _Claim) -> set[int]:
+        """Return the fetches that the claim's follows, and count it among their followers."""
         common = dict.fromkeys(self._flights, 0)
-        for table, key, _ in (each for some in names for each in some):
-            if (read := self._reads.get((table, key))) is not None and may_follow(read):
+        for table, key, _ in chain.from_iterable(claim.misses):
+            read = self._reads.get((table, key))
+            if read is not None and claim.may_follow(read.flight):
                 common[read.flight.number] += 1
-        few, follows_one_of_few, followed = min(FEW_KEYS, size // FEW_SHARE), False, set()
+        few = min(FEW_KEYS, claim.size // FEW_SHARE)
+        followed = set()
+        follows_one_of_few = False
         for other, count in common.items():
             if count and (count >= few or not follows_one_of_few):
                 followed.add(other)
                 self._flights[other].followers += 1
             follows_one_of_few |= 0 < count < few
-        flight = self._flights[number] = _TwinFlight(number, [[] for _ in names])
+        return followed
+
+    def _divide(self, claim: _Claim, followed: set[int]) -> tuple[list[IndexArray], list[Share]]:
+        """Divide the misses into those to read, per request, and those left to ``followed`` fetches."""
+        flight = claim.flight
         own: list[IndexArray] = []
         shares: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-        for request, some in enumerate(names):
-            reads = []
-            for table, key, position in some:
+        for request, misses in enumerate(claim.misses):
+            positions = []
+            for table, key, position in misses:
                 read = self._reads.get((table, key))
-                if read is not None and read.flight.number in followed and may_follow(read):
-                    wanted = read.flight.wanted[read.request]
-                    if read.place < 0:
-                        read.place = len(wanted)
-                        wanted.append(read.position)
+                if read is not None and read.flight.number in followed:
                     name = (read.flight.number, request, read.request)
-                    shares.setdefault(name, []).append((position, read.place))
+                    shares.setdefault(name, []).append((position, read.keep()))
                     continue
-                reads.append(position)
-                if read is None or (read.flight is not flight and not may_follow(read)):
+                positions.append(position)
+                if read is None or (
+                    read.flight is not flight and not claim.may_follow(read.flight)
+                ):
                     self._reads[table, key] = _Read(flight, request, position)
                     flight.own.append((table, key))
-            own.append(np.array(reads, np.int64))
+            own.append(np.array(positions, np.int64))
         flight.reading = sum(map(len, own))
         left = [(*name, *np.array(pairs, np.int64).T.copy()) for name, pairs in shares.items()]
         return own, left
