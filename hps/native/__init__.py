@@ -16,8 +16,7 @@ partition_hash = twin.partition_hash
 dedup = twin.dedup
 cache_bytes = twin_cache.cache_bytes
 CacheTable = twin_cache.CacheTable
-gather_all = twin_pool.gather_all
-pool_bags = twin_pool.pool_bags
+gather_all = twin_cache.gather_all
 pool_rows = twin_pool.pool_rows
 InFlight = twin_in_flight.InFlight
 RowReplies = twin_resp.RowReplies
@@ -40,7 +39,6 @@ if _mode != "off":
         cache_bytes = _core.cache_bytes
         CacheTable = _core.CacheTable  # type: ignore[misc,assignment] # its twin has the same methods
         gather_all = _core.gather_all  # type: ignore[assignment]
-        pool_bags = _core.pool_bags  # type: ignore[assignment]
         pool_rows = _core.pool_rows
         InFlight = _core.InFlight  # type: ignore[misc,assignment]
         RowReplies = _core.RowReplies  # type: ignore[misc,assignment]
@@ -64,6 +62,5 @@ __all__ = [
     "encode_hps",
     "gather_all",
     "partition_hash",
-    "pool_bags",
     "pool_rows",
 ]

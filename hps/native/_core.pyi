@@ -79,6 +79,17 @@ class CacheTable:
     def gather(self, keys: NDArray[np.int64], out: NDArray[Any]) -> bool:
         """See twin_cache.CacheTable.gather."""
 
+    def pool_bags(
+        self,
+        keys: NDArray[np.int64],
+        offsets: NDArray[np.int64] | None,
+        weights: NDArray[np.float32] | None,
+        divisors: NDArray[np.float32] | None,
+        out: NDArray[Any],
+        supplied: tuple[NDArray[np.int64], NDArray[Any]] | None = None,
+    ) -> NDArray[np.int64] | None:
+        """See twin_cache.CacheTable.pool_bags."""
+
     def write(
         self,
         keys: NDArray[np.int64],
@@ -100,19 +111,7 @@ def gather_all(
     requests: list[tuple[Any, NDArray[np.int64], NDArray[Any]]],
     threads: int = 1,
 ) -> bool:
-    """See twin_pool.gather_all."""
-
-def pool_bags(
-    table: CacheTable,
-    keys: NDArray[np.int64],
-    offsets: NDArray[np.int64] | None,
-    weights: NDArray[np.float32] | None,
-    divisors: NDArray[np.float32] | None,
-    out: NDArray[Any],
-    supplied: NDArray[np.int64] | None = None,
-    rows: NDArray[Any] | None = None,
-) -> NDArray[np.int64] | None:
-    """See twin_pool.pool_bags."""
+    """See twin_cache.gather_all."""
 
 def pool_rows(
     rows: NDArray[Any],

@@ -26,7 +26,7 @@ void without_gil(std::size_t n, Work work) {
   }
 }
 
-// A NumPy array that owns `data`; `capacity` may exceed `size` (the tail is never shown).
+// A NumPy array (size,) that owns `data`, which may be longer.
 template <typename T>
 inline nb::ndarray<nb::numpy, T, nb::ndim<1>> as_numpy(std::unique_ptr<T[]> data,
                                                        std::size_t size) {
@@ -35,7 +35,7 @@ inline nb::ndarray<nb::numpy, T, nb::ndim<1>> as_numpy(std::unique_ptr<T[]> data
   return nb::ndarray<nb::numpy, T, nb::ndim<1>>(raw, {size}, owner);
 }
 
-// Adds gather_all and pool_bags.
+// Adds gather_all and pool_rows.
 void bind_gather(nb::module_& m);
 // Adds CacheTable and the functions that belong to it.
 void bind_cache(nb::module_& m);

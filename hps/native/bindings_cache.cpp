@@ -1,4 +1,6 @@
+// Python binding of CacheTable and the functions that belong to it.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <optional>
@@ -69,6 +71,10 @@ void bind_cache(nb::module_& m) {
            nb::arg("oldest_tombstone"), nb::arg("out").noconvert(), nb::arg("versions").noconvert(),
            nb::arg("source").noconvert())
       .def("gather", &CacheTable::gather, nb::arg("keys").noconvert(), nb::arg("out").noconvert())
+      .def("pool_bags", &pool_bags, nb::arg("keys").noconvert(),
+           nb::arg("offsets").noconvert().none(), nb::arg("weights").noconvert().none(),
+           nb::arg("divisors").noconvert().none(), nb::arg("out").noconvert(),
+           nb::arg("supplied").noconvert().none() = nb::none())
       .def("write", &CacheTable::write, nb::arg("keys").noconvert(),
            nb::arg("rows").noconvert().none(), nb::arg("versions").noconvert(),
            nb::arg("oldest_tombstone"), nb::arg("resident_only"))

@@ -1,5 +1,6 @@
-// Lookups without a result per key: all tables of a request in one call, and pooled.
+// Lookups without a result per key: gathers from several tables in one call, and pooling.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <atomic>
@@ -160,8 +161,6 @@ std::size_t pool_supplied(const CacheTable& table, const hps::PoolRequest& reque
   return unanswered;
 }
 
-using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 // A checked request without keys and rows.
 hps::PoolRequest make_pool_request(std::size_t n, const std::optional<Keys>& offsets,
                                    const std::optional<Floats>& weights,
@@ -183,32 +182,6 @@ hps::PoolRequest make_pool_request(std::size_t n, const std::optional<Keys>& off
   request.out = static_cast<std::uint8_t*>(out.data());
   request.last = bags;
   return request;
-}
-
-nb::object py_pool(const CacheTable& table, const Keys& keys, const std::optional<Keys>& offsets,
-                   const std::optional<Floats>& weights, const std::optional<Floats>& divisors,
-                   Rows out, const std::optional<Keys>& supplied,
-                   const std::optional<ReadOnlyRows>& rows) {
-  const std::size_t n = keys.shape(0), bags = out.shape(0);
-  table.check_rows(out, bags);
-  hps::PoolRequest request = make_pool_request(n, offsets, weights, divisors, out);
-  request.keys = keys.data();
-  check(supplied.has_value() == rows.has_value(), "supplied and rows must be passed together");
-  if (supplied) {
-    request.supplied = supplied->data();
-    request.n_supplied = supplied->shape(0);
-    table.check_rows(*rows, request.n_supplied);
-    request.rows = static_cast<const std::uint8_t*>(rows->data());
-    check_supplied(request, n);
-  }
-  std::unique_ptr<std::int64_t[]> left(new std::int64_t[n]);
-  std::size_t unanswered = 0;
-  without_gil(n, [&] {
-    unanswered = supplied ? pool_supplied(table, request, bags, left.get())
-                          : pool_by_pieces(table, request, bags, n, left.get());
-  });
-  if (unanswered == 0) return nb::none();
-  return nb::cast(as_numpy(std::move(left), unanswered));
 }
 
 void py_pool_rows(const ReadOnlyRows& rows, const std::optional<Keys>& numbers,
@@ -233,14 +206,34 @@ void py_pool_rows(const ReadOnlyRows& rows, const std::optional<Keys>& numbers,
 
 }  // namespace
 
+nb::object pool_bags(const CacheTable& table, const Keys& keys, const std::optional<Keys>& offsets,
+                     const std::optional<Floats>& weights, const std::optional<Floats>& divisors,
+                     Rows out, const std::optional<SuppliedRows>& supplied) {
+  const std::size_t n = keys.shape(0), bags = out.shape(0);
+  table.check_rows(out, bags);
+  hps::PoolRequest request = make_pool_request(n, offsets, weights, divisors, out);
+  request.keys = keys.data();
+  if (supplied) {
+    const auto& [positions, rows] = *supplied;
+    request.supplied = positions.data();
+    request.n_supplied = positions.shape(0);
+    table.check_rows(rows, request.n_supplied);
+    request.rows = static_cast<const std::uint8_t*>(rows.data());
+    check_supplied(request, n);
+  }
+  std::unique_ptr<std::int64_t[]> left(new std::int64_t[n]);
+  std::size_t unanswered = 0;
+  without_gil(n, [&] {
+    unanswered = supplied ? pool_supplied(table, request, bags, left.get())
+                          : pool_by_pieces(table, request, bags, n, left.get());
+  });
+  if (unanswered == 0) return nb::none();
+  return nb::cast(as_numpy(std::move(left), unanswered));
+}
+
 void bind_gather(nb::module_& m) {
   m.def("gather_all", &py_gather_all, nb::arg("tables"), nb::arg("requests"),
         nb::arg("threads") = 1);
-  m.def("pool_bags", &py_pool, nb::arg("table"), nb::arg("keys").noconvert(),
-        nb::arg("offsets").noconvert().none(), nb::arg("weights").noconvert().none(),
-        nb::arg("divisors").noconvert().none(), nb::arg("out").noconvert(),
-        nb::arg("supplied").noconvert().none() = nb::none(),
-        nb::arg("rows").noconvert().none() = nb::none());
   m.def("pool_rows", &py_pool_rows, nb::arg("rows").noconvert(),
         nb::arg("numbers").noconvert().none(), nb::arg("offsets").noconvert().none(),
         nb::arg("weights").noconvert().none(), nb::arg("divisors").noconvert().none(),

@@ -6,6 +6,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings.hpp"
@@ -19,6 +20,9 @@ template <typename T>
 using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Rows = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using ReadOnlyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Floats = Array<const float>;
+// Ascending positions of keys (m,), and the rows (m, dim) to use for them.
+using SuppliedRows = std::pair<Keys, ReadOnlyRows>;
 
 // The kernels of this instruction set, or the fastest that this machine can run.
 inline const hps::ReadKernels& kernels_named(const std::optional<std::string>& name) {
@@ -210,3 +214,9 @@ class CacheTable {
   std::size_t threads_ = 1;
   hps::CacheTable table_;
 };
+
+// CacheTable.pool_bags of Python, see twin_cache.py. Returns the positions of keys without a row,
+// None if there are none.
+nb::object pool_bags(const CacheTable& table, const Keys& keys, const std::optional<Keys>& offsets,
+                     const std::optional<Floats>& weights, const std::optional<Floats>& divisors,
+                     Rows out, const std::optional<SuppliedRows>& supplied);

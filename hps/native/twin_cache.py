@@ -5,13 +5,14 @@ It defines contents, placement and eviction. Reads process the whole batch, writ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.native import twin_pool
 from hps.types import IndexArray, KeyArray, SourceArray, VectorArray, VersionArray
 
 SLOTS, STEPS, LOAD_PERCENT = 4, 16, 60
@@ -115,6 +116,42 @@ class CacheTable:
                 return False
             out[...] = self._rows[self._numbers[bucket, slot]]
         return True
+
+    def pool_bags(
+        self,
+        keys: KeyArray,
+        offsets: IndexArray | None,
+        weights: twin_pool.Floats | None,
+        divisors: twin_pool.Floats | None,
+        out: VectorArray,
+        supplied: tuple[IndexArray, VectorArray] | None = None,
+    ) -> IndexArray | None:
+        """Pool the rows of ``keys (n,)``, each times its entry of ``weights (n,)``, to ``out (bags, dim)``.
+
+        Sums are taken in order and in float32; each bag is divided by its entry of ``divisors (bags,)``;
+        zeros for an empty bag and if the divisor is 0.
+
+        Bag ``b`` has the keys ``offsets[b]:offsets[b + 1]``, of ``offsets (bags + 1,)``; without, all have
+        equally many. ``supplied`` holds ascending positions of keys (m,) and the rows (m, dim) to use for
+        them; then bags without any of these are left unchanged. Returns the positions of keys without a
+        row, None if there are none; their bags are undefined. Counts as a use of the keys.
+        """
+        bags, n = len(out), len(keys)
+        offsets = twin_pool.full_offsets(offsets, bags, n)
+        vectors = np.zeros((n, out.shape[1]), out.dtype)
+        versions, source = np.zeros(n, np.uint64), np.zeros(n, np.uint8)
+        self.fetch(keys, np.arange(n), 0, vectors, versions, source)
+        has_no_row, wanted = source == 0, np.ones(bags, bool)
+        if supplied is not None:
+            positions, rows = supplied
+            wanted[:] = False
+            wanted[np.searchsorted(offsets, positions, side="right") - 1] = True
+            vectors[positions], has_no_row[positions] = rows, False
+            has_no_row &= np.repeat(wanted, np.diff(offsets))
+        with np.errstate(all="ignore"):
+            out[wanted] = twin_pool.pool(vectors, offsets, weights, divisors)[wanted]
+        missing = np.flatnonzero(has_no_row)
+        return missing if len(missing) else None
 
     def _find(self, keys: KeyArray) -> tuple[IndexArray, IndexArray]:
         """Return bucket and slot of each key; -1 and 0 if it has none."""
@@ -332,3 +369,17 @@ class CacheTable:
             age = (self._clock - scores.astype(np.int64)) % 256
             scores[age > OLDEST] = (self._clock - OLDEST) % 256
         self._swept = end % self._buckets
+
+
+def gather_all(
+    tables: Mapping[Any, CacheTable],
+    requests: Sequence[tuple[Any, KeyArray, VectorArray]],
+    threads: int = 1,
+) -> bool:
+    """`CacheTable.gather` for every ``(name of a table, keys, out)``; False if a key has no row, or
+    ``tables`` has no such table. The outs are undefined then."""
+    held = [tables.get(name) for name, _, _ in requests]
+    return all(
+        table is not None and table.gather(keys, out)
+        for table, (_, keys, out) in zip(held, requests, strict=True)
+    )

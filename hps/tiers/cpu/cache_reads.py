@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
-from hps.native import COMPILED, CacheTable, gather_all, pool_bags
+from hps.native import COMPILED, CacheTable, gather_all
 from hps.tiers.base import Ask, Bags, FetchContext, Part, TierInfo
 from hps.tiers.checks import check_bags, check_gather, check_part
 from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, oldest_tombstone
@@ -74,8 +74,8 @@ class CacheReads:
                 held = self._tables.get(each.table)
                 if held is None:
                     return False
-                each.missing = pool_bags(
-                    held, each.keys, each.offsets, each.weights, each.divisors, each.out
+                each.missing = held.pool_bags(
+                    each.keys, each.offsets, each.weights, each.divisors, each.out
                 )
         except (TypeError, ValueError):
             self._check(asks, bags)  # raises an error that says why the arrays were rejected
@@ -89,8 +89,11 @@ class CacheReads:
         held = self._tables.get(bags.table)
         if held is None or bags.missing is None:
             return held is not None
-        arguments = bags.offsets, bags.weights, bags.divisors, bags.out, bags.missing, rows
-        return pool_bags(held, bags.keys, *arguments) is None
+        supplied = bags.missing, rows
+        missing = held.pool_bags(
+            bags.keys, bags.offsets, bags.weights, bags.divisors, bags.out, supplied
+        )
+        return missing is None
 
     def _check(self, asks: list[Ask], bags: Sequence[Bags]) -> None:
         for table, keys, out in asks:
