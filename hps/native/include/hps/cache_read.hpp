@@ -40,6 +40,7 @@ struct PoolRequest {
   const std::uint8_t* rows;
 };
 
+// All kernels are thread-safe, and run in parallel to one writer (cache_layout.hpp).
 struct ReadKernels {
   // Copies the row of every key, in order, to out, [n][row_bytes]; stops with false at the first
   // key without a row (out is then partly written). Keys may repeat. Counts as a use of the copied

@@ -53,17 +53,17 @@ class CacheTable {
   // The bytes of a table, including header and free slots.
   static std::uint64_t bytes_for(std::uint64_t capacity, std::size_t row_bytes);
 
+  // Reads: see ReadKernels.
   bool gather(const std::int64_t* keys, std::size_t n, std::uint8_t* out) const {
     return read_.gather(view_, keys, n, out);
   }
   std::size_t fetch(const std::int64_t* keys, const std::int64_t* missing, std::size_t m,
-                    std::uint64_t oldest_tombstone, const FetchOutput& answer,
+                    std::uint64_t oldest_tombstone, const FetchOutput& output,
                     std::int64_t* left) const {
-    return read_.fetch(view_, keys, missing, m, oldest_tombstone, answer, left);
+    return read_.fetch(view_, keys, missing, m, oldest_tombstone, output, left);
   }
-
-  std::size_t pool(const PoolRequest& ask, std::int64_t* left) const {
-    return read_.pool(view_, ask, left);
+  std::size_t pool(const PoolRequest& request, std::int64_t* left) const {
+    return read_.pool(view_, request, left);
   }
 
   // Writes key by key; a key whose version is below the one held is skipped. An absent key takes a

@@ -1,4 +1,5 @@
-// Codec of update messages, in HPS's wire format and the native one. Input bytes are untrusted. The
+// Codec of update messages, in HPS's wire format and the native one. Input bytes are untrusted. All
+// functions are thread-safe. The
 // formats are described byte by byte in docs/wire-format.md. Little-endian machines only.
 #pragma once
 

@@ -1,4 +1,5 @@
-// CRC-32 as in zlib (IEEE 802.3, reflected), at memory bandwidth.
+// CRC-32 as in zlib (IEEE 802.3, reflected): by carry-less multiplication on x86-64 processors that
+// have it, else by tables. Thread-safe.
 #pragma once
 
 #include <cstddef>

@@ -32,6 +32,7 @@ struct FlightClaim {
   std::vector<FlightShare> shares;
 };
 
+// Thread-safe if the caller holds `lock` during each call. Times are seconds of one clock.
 class InFlight {
  public:
   InFlight();

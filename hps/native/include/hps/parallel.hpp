@@ -10,7 +10,8 @@
 namespace hps {
 
 // Calls work(piece) for every piece in [0, pieces), on this thread and up to threads - 1 others,
-// which end with the call. A thread costs some 20 us, so a piece should take at least as long.
+// which end with the call; `work` must not throw. A thread costs some 20 us, so a piece should take
+// at least as long.
 template <typename Work>
 void parallel_for(std::size_t pieces, std::size_t threads, const Work& work) {
   std::atomic<std::size_t> next{0};

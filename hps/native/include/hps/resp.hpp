@@ -30,6 +30,7 @@ struct RowTarget {
   std::uint64_t oldest_tombstone;
 };
 
+// Not thread-safe.
 class RowReplies {
  public:
   // counts[i]: the elements of reply i, or -1 for a status line (+OK) that is skipped. `positions`:
