@@ -149,13 +149,10 @@ class RowReplies:
         self,
         counts: NDArray[np.int64],
         positions: NDArray[np.int64],
-        out: NDArray[Any],
-        versions: NDArray[np.uint64],
-        source: NDArray[np.uint8],
+        arrays: tuple[NDArray[Any], NDArray[np.uint64], NDArray[np.uint8]],
         code: int,
         versioned: bool,
-        oldest_row: int,
-        oldest_tombstone: int,
+        oldest: tuple[int, int],
     ) -> None: ...
     def feed(self, buffer: NDArray[np.uint8], begin: int, end: int) -> int: ...
     @property

@@ -4,7 +4,6 @@
 
 #include <stdexcept>
 
-#include "bindings_resp.hpp"
 #include "hps/dedup.hpp"
 #include "hps/partition_hash.hpp"
 

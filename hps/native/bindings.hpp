@@ -11,7 +11,11 @@
 
 namespace nb = nanobind;
 
-using Keys = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Keys = Array<const std::int64_t>;
+using Bytes = Array<const std::uint8_t>;
+using Rows = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // Below this many keys releasing the GIL costs more than the work itself.
 constexpr std::size_t kReleaseGilFrom = 4096;
@@ -24,6 +28,12 @@ void without_gil(std::size_t n, Work work) {
     const WithoutGil released;
     work();
   }
+}
+
+// Counts eight bytes as the work of one key.
+template <typename Work>
+void without_gil_for_bytes(std::size_t bytes, Work work) {
+  without_gil(bytes / 8, work);
 }
 
 // A NumPy array (size,) that owns `data`, which may be longer.
@@ -43,3 +53,5 @@ void bind_cache(nb::module_& m);
 void bind_codec(nb::module_& m);
 // Adds InFlight.
 void bind_in_flight(nb::module_& m);
+// Adds RowReplies and ProtocolError.
+void bind_resp(nb::module_& m);

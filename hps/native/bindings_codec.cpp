@@ -12,16 +12,6 @@
 
 namespace {
 
-template <typename T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Bytes = Column<std::uint8_t>;
-
-// Counts eight bytes as the work of one key.
-template <typename Work>
-void without_gil_for(std::size_t bytes, Work work) {
-  without_gil(bytes / 8, work);
-}
-
 // The payloads of a tuple of bytes objects and Nones; the tuple must outlive them.
 struct Payloads {
   std::vector<hps::Payload> all;
@@ -58,7 +48,7 @@ auto as_bytes(std::unique_ptr<hps::Message[]> messages, std::size_t n) {
                                                            {n * sizeof(hps::Message)}, owner);
 }
 
-auto py_decode_hps(nb::sequence sequence, Bytes keyed, Column<std::uint64_t> stamps,
+auto py_decode_hps(nb::sequence sequence, Bytes keyed, Array<const std::uint64_t> stamps,
                    std::size_t key_bytes, std::size_t row_bytes, std::size_t max_bytes) {
   const hps::HpsFormat format = hps_format(key_bytes, row_bytes, max_bytes);
   const nb::tuple held(sequence);
@@ -71,7 +61,7 @@ auto py_decode_hps(nb::sequence sequence, Bytes keyed, Column<std::uint64_t> sta
   std::unique_ptr<std::uint64_t[]> versions;
   std::unique_ptr<std::uint8_t[]> vectors;
   std::size_t n = 0;
-  without_gil_for(payloads.bytes, [&] {
+  without_gil_for_bytes(payloads.bytes, [&] {
     for (std::size_t i = 0; i < m; ++i) {
       std::size_t rows = 0;
       const hps::Verdict verdict = keyed.data()[i] != 0
@@ -107,7 +97,7 @@ auto py_decode_native(nb::sequence sequence, std::size_t max_bytes) {
   const std::size_t m = payloads.all.size();
   std::unique_ptr<hps::Message[]> messages(new hps::Message[m]);
   std::vector<hps::Group> groups;
-  without_gil_for(payloads.bytes, [&] {
+  without_gil_for_bytes(payloads.bytes, [&] {
     groups = hps::decode_native(payloads.all.data(), m, max_bytes, messages.get());
   });
   nb::list decoded;
@@ -137,7 +127,7 @@ nb::list py_encode_hps(Keys keys, Bytes vectors, std::size_t key_bytes, std::siz
     messages.append(nb::steal<nb::bytes>(message));
     outs.push_back(reinterpret_cast<std::uint8_t*>(PyBytes_AsString(message)));
   }
-  without_gil_for(n * row_bytes, [&] {
+  without_gil_for_bytes(n * row_bytes, [&] {
     for (std::size_t i = 0, at = 0; i < outs.size(); ++i, at += rows_per_message)
       hps::write_hps(format, std::min(rows_per_message, n - at), keys.data() + at,
                      vectors.data() + at * row_bytes, outs[i]);
@@ -147,7 +137,7 @@ nb::list py_encode_hps(Keys keys, Bytes vectors, std::size_t key_bytes, std::siz
 
 std::uint32_t py_crc32(Bytes data, std::uint32_t crc) {
   std::uint32_t sum = 0;
-  without_gil_for(data.shape(0), [&] { sum = hps::crc32(data.data(), data.shape(0), crc); });
+  without_gil_for_bytes(data.shape(0), [&] { sum = hps::crc32(data.data(), data.shape(0), crc); });
   return sum;
 }
 

@@ -16,9 +16,6 @@
 // The keys of one piece of work for several threads: some 100 us.
 constexpr std::size_t kPieceKeys = 4096;
 
-template <typename T>
-using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Rows = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using ReadOnlyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Floats = Array<const float>;
 // Ascending positions of keys (m,), and the rows (m, dim) to use for them.

@@ -21,28 +21,27 @@ class ProtocolError(ValueError):
 
 
 class RowReplies:
-    """Decoder of rows in Redis replies.
+    """Decoder of rows in Redis replies. Not thread-safe.
 
-    ``counts (r,)``: the elements of each reply, or -1 for a status line that is skipped; ``positions``: the
-    elements' rows in ``out (n, dim)``, ``versions (n,)`` and ``source (n,)``, reply by reply.
+    ``counts (r,)``: the elements of each reply, or -1 for a status line that is skipped; ``arrays``: out
+    (n, dim), versions (n,) and source (n,); ``positions``: the elements' rows in them, reply by reply.
 
     A value is a row, if ``versioned`` after u64 little-endian version and u8 flags; a versioned value of 9
-    bytes is a tombstone. Those older than ``oldest_row`` or ``oldest_tombstone`` count as absent. A row
-    sets all three arrays, a tombstone only the version; the positions of other values are in ``left``.
+    bytes is a tombstone. Rows and tombstones of versions below their entry of ``oldest`` count as absent.
+    A row sets all three arrays, its source to ``code``; a tombstone sets only the version; the positions of
+    other values are in ``left``.
     """
 
     def __init__(
         self,
         counts: IndexArray,
         positions: IndexArray,
-        out: VectorArray,
-        versions: VersionArray,
-        source: SourceArray,
+        arrays: tuple[VectorArray, VersionArray, SourceArray],
         code: int,
         versioned: bool,
-        oldest_row: int,
-        oldest_tombstone: int,
+        oldest: tuple[int, int],
     ) -> None:
+        out, versions, source = arrays
         n = len(out)
         if len(versions) != n or len(source) != n:
             raise ValueError("versions and source must have one entry per row of out")
@@ -55,7 +54,7 @@ class RowReplies:
         self._rows = out.view(np.uint8).reshape(n, -1) if n else out
         self._versions, self._source, self._code = versions, source, code
         self._versioned = versioned
-        self._oldest_row, self._oldest_tombstone = oldest_row, oldest_tombstone
+        self._oldest_row, self._oldest_tombstone = oldest
         self._row_bytes = out.shape[1] * out.itemsize
         self._reply, self._element, self._next = 0, -1, 0
         self._skip = 0
@@ -63,7 +62,7 @@ class RowReplies:
         self.errors: list[tuple[int, str]] = []
         """(reply, message) of the replies that were errors."""
         self.wrong_length = 0
-        """The length of a value that is none of this table's; 0 when there was none."""
+        """The length of a value that is no row of this table; 0 if there was none."""
 
     @property
     def done(self) -> bool:
@@ -92,11 +91,11 @@ class RowReplies:
 
     def _step(self, data: bytes, at: int) -> int:
         if self._skip:
-            some = min(self._skip, len(data) - at)
-            self._skip -= some
+            skipped = min(self._skip, len(data) - at)
+            self._skip -= skipped
             if not self._skip:
                 self._end_element()
-            return some
+            return skipped
         end = data.find(b"\r\n", at)
         if end < 0:
             if len(data) - at > _LONGEST_LINE:

@@ -52,13 +52,10 @@ class PartRead:
         return RowReplies(
             np.array(counts, np.int64),
             positions[0] if len(positions) == 1 else np.concatenate(positions),
-            part.out,
-            part.versions,
-            part.source,
+            (part.out, part.versions, part.source),
             int(Source.REDIS),
             self.layout.values.versioned,
-            self.oldest_row,
-            self.oldest_tombstone,
+            (self.oldest_row, self.oldest_tombstone),
         )
 
     def finish(self) -> None:

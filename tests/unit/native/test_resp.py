@@ -46,12 +46,10 @@ class Decoding:
         self.replies = decoder(
             np.array(counts, np.int64),
             np.array(positions, np.int64),
-            self.out,
-            self.versions,
-            self.source,
+            (self.out, self.versions, self.source),
             CODE,
             versioned,
-            *oldest,
+            oldest,
         )
 
     def feed(self, data, piece=None):
@@ -177,6 +175,21 @@ def test_arrays_and_ranges_that_do_not_fit_are_rejected(decoder):
     for begin, end in ((0, 9), (3, 2)):
         with pytest.raises(ValueError, match="buffer"):
             decoding.replies.feed(np.zeros(8, np.uint8), begin, end)
+
+
+@pytest.mark.skipif(not native.COMPILED, reason="the twin trusts its arrays")
+@pytest.mark.parametrize(
+    ("out", "versions", "source"),
+    [
+        (np.zeros((1, DIM)), np.zeros(1, np.int64), np.zeros(1, np.uint8)),
+        (np.zeros((1, DIM)), np.zeros(1, np.uint64), np.zeros(1, np.int8)),
+        (np.zeros((1, 2 * DIM))[:, ::2], np.zeros(1, np.uint64), np.zeros(1, np.uint8)),
+    ],
+)
+def test_compiled_decoder_rejects_arrays_that_it_would_have_to_convert(out, versions, source):
+    counts, positions = np.array([1]), np.array([0])
+    with pytest.raises(TypeError):
+        native.RowReplies(counts, positions, (out, versions, source), CODE, True, (0, 0))
 
 
 VALUES = st.one_of(
