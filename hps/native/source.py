@@ -1,7 +1,7 @@
 """Check that the compiled core was built from the present C++ sources.
 
 The core contains their digest, which CMake gets by running this file. After an update of the checkout an
-old core may miss what Python expects of it, or do something else under the same name.
+old core may lack functions that Python calls, or behave differently under the same name.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ FOLDER = Path(__file__).parent
 def digest(folder: Path = FOLDER) -> str:
     """Return the digest of the sources of the core; empty if they are not installed."""
     total = sha256()
-    found = [p for p in folder.rglob("*.?pp") if p.parent.name != "stress"]
-    for path in sorted([*found, *folder.glob("CMakeLists.txt")]):
+    sources = [p for p in folder.rglob("*.?pp") if p.parent.name != "stress"]
+    for path in sorted([*sources, *folder.glob("CMakeLists.txt")]):
         name = path.relative_to(folder).as_posix()
         total.update(f"{name} {sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return total.hexdigest() if found else ""
+    return total.hexdigest() if sources else ""
 
 
 def check(core: Any, folder: Path = FOLDER) -> None:

@@ -128,21 +128,21 @@ def decode_hps(
     row = np.dtype(
         [("key", f"<{'u' if key_bytes == 4 else 'i'}{key_bytes}"), ("row", "V", row_bytes)]
     )
-    found, parts = np.zeros(len(messages), MESSAGE), [np.empty(0, row)]
-    found["group"] = -1
+    records, parts = np.zeros(len(messages), MESSAGE), [np.empty(0, row)]
+    records["group"] = -1
     for i, payload in enumerate(messages):
-        found[i]["reason"], found[i]["at"] = fault = (
+        records[i]["reason"], records[i]["at"] = fault = (
             (Reason.KEYED, 0) if keyed[i] else _hps_fault(payload, row, max_bytes)
         )
         if fault == _OK and payload is not None:
-            found[i]["group"] = 0
-            found[i]["upserts"] = (len(payload) - HPS_HEADER) // row.itemsize
+            records[i]["group"] = 0
+            records[i]["upserts"] = (len(payload) - HPS_HEADER) // row.itemsize
             parts.append(np.frombuffer(payload, row, offset=HPS_HEADER))
     rows = np.concatenate(parts)
     return (
-        found.view(np.uint8),
+        records.view(np.uint8),
         rows["key"].astype(np.int64),
-        np.repeat(stamps, found["upserts"]),
+        np.repeat(stamps, records["upserts"]),
         np.ascontiguousarray(rows["row"]).view(np.uint8),
     )
 
@@ -196,22 +196,22 @@ def decode_native(messages: Payloads, max_bytes: int) -> tuple[NDArray[np.uint8]
     messages' order."""
     _check_max_bytes(max_bytes)
     _check_payloads(messages)
-    found = np.zeros(len(messages), MESSAGE)
-    found["group"] = -1
+    records = np.zeros(len(messages), MESSAGE)
+    records["group"] = -1
     groups: dict[tuple[str, int, int], list[list[Any]]] = {}
     for i, payload in enumerate(messages):
         fault, fields, columns = _read_native(payload, max_bytes)
-        found[i]["reason"], found[i]["at"] = fault
+        records[i]["reason"], records[i]["at"] = fault
         if fault != _OK:
             continue
         name, dtype, dim = fields.pop("kind")
         parts = groups.setdefault((name, dtype, dim), [[], [], [], [], []])
-        found[i]["group"] = list(groups).index((name, dtype, dim))
+        records[i]["group"] = list(groups).index((name, dtype, dim))
         for field, value in fields.items():
-            found[i][field] = value
+            records[i][field] = value
         for part, column in zip(parts, columns, strict=True):
             part.append(column)
-    return found.view(np.uint8), [
+    return records.view(np.uint8), [
         (*kind, *(np.concatenate(part) for part in parts))  # type: ignore[misc] # five of them
         for kind, parts in groups.items()
     ]

@@ -143,10 +143,10 @@ void Memory::bind(int numa_node) {
 }
 
 Memory::Memory(int file, std::size_t min_bytes) : bytes_(0) {
-  struct stat found{};
-  if (fstat(file, &found) != 0 || static_cast<std::size_t>(found.st_size) < min_bytes)
+  struct stat status{};
+  if (fstat(file, &status) != 0 || static_cast<std::size_t>(status.st_size) < min_bytes)
     throw std::invalid_argument("the file is too short for a table");
-  bytes_ = mapped_bytes_ = static_cast<std::size_t>(found.st_size);
+  bytes_ = mapped_bytes_ = static_cast<std::size_t>(status.st_size);
   void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (at == MAP_FAILED) throw std::bad_alloc();
   mapped_ = at;
