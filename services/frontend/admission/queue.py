@@ -49,11 +49,6 @@ class AdmissionQueue:
         self.max_running = running
         self._max_queued = settings.queue
         self._max_wait_s = settings.max_wait_ms / 1e3
-        self._wait_too_long = (
-            f"overloaded: a request to '{self.name}' would wait longer than {settings.max_wait_ms:g} ms "
-            "(server.admission.max_wait_ms), than ten others take, or than its deadline allows; retry later, "
-            "or ask another replica"
-        )
         self._byte_budget = byte_budget
         self._timeout = timeout
         self._observe = metrics.histogram(m.QUEUE_SECONDS, endpoint.name).observe
@@ -123,9 +118,18 @@ class AdmissionQueue:
                 "server.admission.queue); retry later, or ask another replica",
                 "queue_full",
             )
+        bound_s = self._bound.now_s
         if not self._bound.allows(self.estimate.wait_s(ahead)):
-            return Overloaded(self._wait_too_long, "queue_wait")
+            limit = "server.admission.max_wait_ms" if bound_s == self._max_wait_s else "overload bound"
+            return self._wait_rejection(f"longer than {round(bound_s * 1e3, 1):g} ms ({limit})")
         return self._byte_budget.rejection(size)
+
+    def _wait_rejection(self, too_long: str) -> Overloaded:
+        return Overloaded(
+            f"overloaded: a request to '{self.name}' would wait {too_long}; retry later, or ask another "
+            "replica",
+            "queue_wait",
+        )
 
     def _require_time(self, deadline: float) -> None:
         """Raise ``Overloaded`` if a request would spend too much of its time until ``deadline`` queued."""
@@ -133,7 +137,7 @@ class AdmissionQueue:
         wait_s = self.estimate.wait_s(len(self._queue))
         if 0 < _MAX_DEADLINE_SHARE * left_s < wait_s:
             self._bound.shrink(wait_s)
-            raise Overloaded(self._wait_too_long, "queue_wait")
+            raise self._wait_rejection("for more than half of the time until its deadline")
 
     def submit(
         self, call: InferenceRequest, deadline: float, *, reserved: int | None = None

@@ -23,8 +23,7 @@ class WaitEstimate:
         """``slots``: concurrent requests."""
         self.slots = slots
         # Start times of running requests. The end of any request removes the first one: mostly it is the
-        # right
-        # one, and the sum of the durations is the same.
+        # right one, and the sum of the durations is the same.
         self.begun: list[float] = []
         self.work_s = 0.0
         """Duration of one request."""

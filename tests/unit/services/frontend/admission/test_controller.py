@@ -287,6 +287,26 @@ def test_request_with_too_long_expected_wait_is_rejected(make_queue, monkeypatch
     assert queue.queued == 2
 
 
+def test_rejection_for_the_wait_names_the_limit_that_the_request_exceeds(make_queue, monkeypatch):
+    clock = _clock(monkeypatch)
+    _, queue, *_ = make_queue(max_wait_ms=30_000)
+    queue.estimate.work_s = queue.estimate.turn_s = 2.0
+    queue.submit(call(), FAR)
+    wait = "a request to 'm' would wait"
+    with pytest.raises(Overloaded, match=f"{wait} for more than half of the time until its deadline;"):
+        queue.submit(call(), clock[0] + 3)
+    queue.estimate.work_s = queue.estimate.turn_s = 40.0
+    with pytest.raises(Overloaded, match=rf"{wait} longer than 30000 ms \(server.admission.max_wait"):
+        queue.submit(call(), FAR)
+    queue.estimate.work_s = queue.estimate.turn_s = 0.5
+    gone = queue.submit(call(), FAR)
+    clock[0] += 10
+    gone.cancel()  # an overload: requests may wait for 0.5 + 10 * 0.5 s
+    queue.estimate.work_s = queue.estimate.turn_s = 20.0
+    with pytest.raises(Overloaded, match=rf"{wait} longer than 5500 ms \(overload bound\); retry"):
+        queue.submit(call(), FAR)
+
+
 def test_request_running_longer_than_average_counts_as_about_to_end(make_queue, monkeypatch):
     clock = _clock(monkeypatch)
     _, queue, *_ = make_queue(max_wait_ms=10_000)
@@ -335,8 +355,8 @@ def test_slot_is_free_before_the_client_gets_its_answer(make_queue, monkeypatch,
     works, queue, *_ = make_queue(max_wait_ms=10_000)
     queue.submit(call(), FAR)
     waits = queue.submit(InferenceRequest(RequestTemplate(), {}) if at_once else call(), FAR)
-    asked = []
-    waits.add_done_callback(lambda _: asked.append(queue.submit(call("again"), FAR)))
+    repeated = []
+    waits.add_done_callback(lambda _: repeated.append(queue.submit(call("again"), FAR)))
     queue.estimate.work_s = queue.estimate.turn_s = 400.0
     clock[0] += 40
     works.end()
@@ -379,10 +399,10 @@ def test_long_request_takes_its_slot_before_it_is_submitted(make_queue, monkeypa
     works, queue, *_ = make_queue()
     submit, let_on, submitting = works.submit, threading.Event(), threading.Event()
 
-    def slowly(asked, deadline):
+    def slowly(request, deadline):
         submitting.set()
         assert let_on.wait(60)
-        return submit(asked, deadline)
+        return submit(request, deadline)
 
     works.submit = slowly
     with ThreadPoolExecutor(1) as pool:
@@ -403,7 +423,7 @@ def test_long_request_that_fails_to_start_releases_its_slot(make_queue, monkeypa
     works, queue, *_ = make_queue()
     submit = works.submit
 
-    def fails(asked, deadline):
+    def fails(request, deadline):
         works.submit = submit
         waits.append(queue.submit(call("other"), FAR))
         raise BadRequest("no")
@@ -432,13 +452,13 @@ def test_answered_request_is_freed_without_garbage_collection(make_queue):
     """Its inputs and its result are freed, too."""
     works, queue, *_ = make_queue(max_wait_ms=60_000)
     queue.submit(call(), FAR)
-    asked = call()
-    waits = queue.submit(asked, FAR)
+    request = call()
+    waits = queue.submit(request, FAR)
     works.end()
     works.end()
     assert waits.done()
-    kept = [ref(asked.inputs["x"]), ref(waits)]
-    del asked, waits
+    kept = [ref(request.inputs["x"]), ref(waits)]
+    del request, waits
     assert [each() for each in kept] == [None, None]
 
 
