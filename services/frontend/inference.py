@@ -10,8 +10,8 @@ Once the caller is authenticated, a protocol calls the methods of its subclass o
     Inference.succeed      statistics, latency, trace, log
 
 Failures end in ``Inference.fail``, which returns the error for the client. Subclasses know bytes and
-statuses: ``http/inference.py``, ``grpc/inference.py`` with ``grpc/infer.py`` and, for lookups of other nodes,
-``grpc/lookup.py``.
+statuses: ``inference.py`` in ``http/`` and ``grpc/``. Their callers authenticate and find the model:
+``http/inference_app.py``, ``grpc/inference_service.py`` and, for lookups of other nodes, ``grpc/lookup.py``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_
 from hps.config.server_settings import GrpcSettings, ServerSettings
 from hps.errors import ConfigError
 from services.frontend.auth import Authorizer
-from services.frontend.grpc.infer import GrpcInferenceService
+from services.frontend.grpc.inference_service import GrpcInferenceService
 from services.frontend.grpc.listener import GrpcPort, HandlerCollector, Handlers
 from services.frontend.grpc.lookup import SERVICE as LOOKUP
 from services.frontend.grpc.lookup import LookupService, lookup_handlers

@@ -18,7 +18,7 @@ from services.frontend.http.asgi import App, Receive, Scope, Send
 from services.frontend.http.checkpoints import checkpoint_route
 from services.frontend.http.docs import add_docs
 from services.frontend.http.head import request_id
-from services.frontend.http.infer import InferApp
+from services.frontend.http.inference_app import InferApp
 from services.frontend.http.logging import logging_routes
 from services.frontend.http.oip_routes import health_routes, model_routes, repository_routes
 from services.frontend.http.openapi import document

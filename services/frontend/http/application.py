@@ -15,7 +15,7 @@ from services.frontend.http.response import HttpReply
 class PortApplication(Protocol):
     """The application of a port: ASGI, and a fast path for requests whose heads are `known`.
 
-    Implemented by `services.frontend.http.infer.InferApp`, and by `PlainAsgi`, which knows no heads.
+    Implemented by `services.frontend.http.inference_app.InferApp`, and by `PlainAsgi`, which knows no heads.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...

@@ -33,7 +33,7 @@ from hps.types import EmbeddingTable, Source, make_version
 from hps.updates.cache_writer import CacheWriter
 from services.frontend.auth import Authorizer, guard
 from services.frontend.http.app import admin_app, data_app
-from services.frontend.http.infer import InferApp
+from services.frontend.http.inference_app import InferApp
 from services.frontend.state import FrontendState
 from tests.support.gated_tier import GatedTier
 from tests.support.memory_tier import MemoryTier

@@ -12,7 +12,7 @@ from services.frontend.errors import REFUSALS
 from services.frontend.http.application import PortApplication
 from services.frontend.http.asgi import EXTENSIONS, GONE
 from services.frontend.http.head import RequestHead
-from services.frontend.http.infer import HEAD_BYTES
+from services.frontend.http.inference_app import HEAD_BYTES
 from services.frontend.http.peer import PEER
 from services.frontend.http.protocol.cycle import HttpCycle, resume_coroutine
 from services.frontend.http.protocol.parsing import HttpParsing

@@ -323,9 +323,13 @@ def test_one_client_cannot_open_all_streams(streams, monkeypatch, most):
         streams()
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     if most == 2:
-        monkeypatch.setattr("services.frontend.grpc.infer.address_of", lambda _: "another")
+        monkeypatch.setattr(
+            "services.frontend.grpc.inference_service.address_of", lambda _: "another"
+        )
         second = streams()
-        monkeypatch.setattr("services.frontend.grpc.infer.address_of", lambda _: "a third")
+        monkeypatch.setattr(
+            "services.frontend.grpc.inference_service.address_of", lambda _: "a third"
+        )
         with pytest.raises(grpc.RpcError):
             streams()
         second.cancel()
