@@ -120,7 +120,9 @@ class AdmissionQueue:
             )
         bound_s = self._bound.now_s
         if not self._bound.allows(self.estimate.wait_s(ahead)):
-            limit = "server.admission.max_wait_ms" if bound_s == self._max_wait_s else "overload bound"
+            limit = (
+                "server.admission.max_wait_ms" if bound_s == self._max_wait_s else "overload bound"
+            )
             return self._wait_rejection(f"longer than {round(bound_s * 1e3, 1):g} ms ({limit})")
         return self._byte_budget.rejection(size)
 

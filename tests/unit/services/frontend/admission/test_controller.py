@@ -293,10 +293,14 @@ def test_rejection_for_the_wait_names_the_limit_that_the_request_exceeds(make_qu
     queue.estimate.work_s = queue.estimate.turn_s = 2.0
     queue.submit(call(), FAR)
     wait = "a request to 'm' would wait"
-    with pytest.raises(Overloaded, match=f"{wait} for more than half of the time until its deadline;"):
+    with pytest.raises(
+        Overloaded, match=f"{wait} for more than half of the time until its deadline;"
+    ):
         queue.submit(call(), clock[0] + 3)
     queue.estimate.work_s = queue.estimate.turn_s = 40.0
-    with pytest.raises(Overloaded, match=rf"{wait} longer than 30000 ms \(server.admission.max_wait"):
+    with pytest.raises(
+        Overloaded, match=rf"{wait} longer than 30000 ms \(server.admission.max_wait"
+    ):
         queue.submit(call(), FAR)
     queue.estimate.work_s = queue.estimate.turn_s = 0.5
     gone = queue.submit(call(), FAR)
