@@ -91,18 +91,7 @@ class GrpcPort:
             others,
             # Limits only the calls that grpc itself accepts.
             maximum_concurrent_rpcs=_AUXILIARY if on_core else _REQUESTS + _AUXILIARY,
-            options=[
-                ("grpc.max_receive_message_length", settings.max_body_bytes),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", int(one_of_many)),
-                # Clients with long calls may ping to check that the server is alive.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", _PINGS_MS),
-                ("grpc.max_allowed_incoming_connections", most_connections()),
-                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-                ("grpc.max_connection_idle_ms", _IDLE_MS),
-                *call_options(),
-                *age_options(at.max_connection_age_s, settings.drain_delay_s, settings.drain_s),
-            ],
+            options=_server_options(at, settings, one_of_many=one_of_many),
         )
         self.started = False
         self._one_request: dict[str, UnaryHandler] = {}  # handlers of unary methods, by full name
@@ -207,6 +196,23 @@ class GrpcPort:
         self._stopping.set()
         if force:
             self._forced.set()
+
+
+def _server_options(
+    at: GrpcListener, settings: ServerSettings, *, one_of_many: bool
+) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", settings.max_body_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", int(one_of_many)),
+        # Clients with long calls may ping to check that the server is alive.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _PINGS_MS),
+        ("grpc.max_allowed_incoming_connections", most_connections()),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", _IDLE_MS),
+        *call_options(),
+        *age_options(at.max_connection_age_s, settings.drain_delay_s, settings.drain_s),
+    ]
 
 
 def _call_acceptor(guard: Authorizer) -> Any:

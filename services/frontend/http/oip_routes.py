@@ -43,61 +43,71 @@ def health_routes(state: ServerState[Any]) -> APIRouter:
 def model_routes(state: FrontendState, guard: Authorizer, *, control: bool) -> APIRouter:
     """Information about the server and its models; ``control``: the port can load models."""
     router = APIRouter(tags=["models"], dependencies=needs(guard, "read"))
+    handlers = _ModelHandlers(state, control)
+    get = partial(router.add_api_route, methods=["GET"])
+    get("/v2", handlers.metadata, responses=answers("ServerMetadata"))
+    get("/v2/", handlers.metadata, include_in_schema=False)
+    get("/v2/models", handlers.models, responses=answers("ModelNames", [503]))
+    get("/v2/models/stats", handlers.all_statistics, responses=answers("Statistics", [503]))
     prefixes = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
-
-    @router.get("/v2", responses=answers("ServerMetadata"))
-    @router.get("/v2/", include_in_schema=False)
-    async def metadata() -> Response:
-        """The server's name, version and protocol extensions."""
-        on = state.regions.on
-        return JsonAnswer(server_metadata(__version__, control=control, shared_memory=on))
-
-    @router.get("/v2/models", responses=answers("ModelNames", [503]))
-    async def models() -> Response:
-        """The served names."""
-        state.require_node()
-        return JsonAnswer({"models": list(state.entries)})
-
-    @router.get("/v2/models/stats", responses=answers("Statistics", [503]))
-    def all_statistics() -> Response:
-        """Counts and times of every model."""
-        state.require_node()
-        return JsonAnswer({"model_stats": state.statistics(state.entries.values())})
-
-    async def model_metadata(model: str, version: str | None = None) -> Response:
-        """A model's inputs and outputs."""
-        return JsonAnswer(state.entry(model, version).info.metadata())
-
-    async def model_config(model: str, version: str | None = None) -> Response:
-        """A model's configuration in Triton's form."""
-        return JsonAnswer(state.entry(model, version).info.config())
-
-    # Not `async`, like `all_statistics`: other processes may be asked for theirs.
-    def model_statistics(model: str, version: str | None = None) -> Response:
-        """Counts and times of a model since the server started."""
-        return JsonAnswer({"model_stats": state.statistics([state.entry(model, version)])})
-
-    async def model_ready(model: str, version: str | None = None) -> Response:
-        """Readiness of one model."""
-        entry = state.entry(model, version)
-        if not state.ready:
-            raise Unavailable(state.reason)
-        return JsonAnswer({"name": entry.name, "ready": True})
-
     for path, endpoint, schema in (
-        ("", model_metadata, "ModelMetadata"),
-        ("/config", model_config, "ModelConfig"),
-        ("/stats", model_statistics, "Statistics"),
-        ("/ready", model_ready, "ModelReady"),
+        ("", handlers.model_metadata, "ModelMetadata"),
+        ("/config", handlers.model_config, "ModelConfig"),
+        ("/stats", handlers.model_statistics, "Statistics"),
+        ("/ready", handlers.model_ready, "ModelReady"),
     ):
         for prefix in prefixes:
-            responses = answers(schema, [404, 503])
-            router.add_api_route(prefix + path, endpoint, methods=["GET"], responses=responses)
+            get(prefix + path, endpoint, responses=answers(schema, [404, 503]))
     for prefix in prefixes:  # documented by hand; registered so that GET answers 405
         router.add_api_route(
             f"{prefix}/infer", _unreached, methods=["POST"], include_in_schema=False
         )
     return router
+
+
+class _ModelHandlers:
+    """Handlers of `model_routes`. Those that ask other processes for their part are not ``async``."""
+
+    def __init__(self, state: FrontendState, control: bool) -> None:
+        self._state = state
+        self._control = control
+
+    async def metadata(self) -> Response:
+        """The server's name, version and protocol extensions."""
+        shared_memory = self._state.regions.on
+        return JsonAnswer(
+            server_metadata(__version__, control=self._control, shared_memory=shared_memory)
+        )
+
+    async def models(self) -> Response:
+        """The served names."""
+        self._state.require_node()
+        return JsonAnswer({"models": list(self._state.entries)})
+
+    def all_statistics(self) -> Response:
+        """Counts and times of every model."""
+        self._state.require_node()
+        return JsonAnswer({"model_stats": self._state.statistics(self._state.entries.values())})
+
+    async def model_metadata(self, model: str, version: str | None = None) -> Response:
+        """A model's inputs and outputs."""
+        return JsonAnswer(self._state.entry(model, version).info.metadata())
+
+    async def model_config(self, model: str, version: str | None = None) -> Response:
+        """A model's configuration in Triton's form."""
+        return JsonAnswer(self._state.entry(model, version).info.config())
+
+    def model_statistics(self, model: str, version: str | None = None) -> Response:
+        """Counts and times of a model since the server started."""
+        entry = self._state.entry(model, version)
+        return JsonAnswer({"model_stats": self._state.statistics([entry])})
+
+    async def model_ready(self, model: str, version: str | None = None) -> Response:
+        """Readiness of one model."""
+        entry = self._state.entry(model, version)
+        if not self._state.ready:
+            raise Unavailable(self._state.reason)
+        return JsonAnswer({"name": entry.name, "ready": True})
 
 
 def repository_routes(state: FrontendState, guard: Authorizer, *, control: bool) -> APIRouter:

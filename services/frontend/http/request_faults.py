@@ -18,7 +18,7 @@ from services.frontend.datatypes import BINARY_ONLY, InputRule, flat, numbers
 from services.frontend.errors import short_value
 from services.frontend.shared_memory_refs import PARAMETERS, parse_reference, require_size
 
-_PLACES = frozenset(PARAMETERS)
+_REFERENCE_FIELDS = frozenset(PARAMETERS)
 
 
 def explain(
@@ -32,15 +32,7 @@ def explain(
     raw_size = 0 if header_size is None else len(body) - header_size
     try:
         header = _header(body if header_size is None else body[:header_size])
-        offset = 0
-        seen: set[str] = set()
-        for position, item in enumerate(_inputs(header)):
-            offset = _input(item, position, model, rules, seen, offset, raw_size)
-        if offset != raw_size:
-            raise BadRequest(
-                f"unexpected additional input data for model '{model}': {raw_size - offset} bytes follow "
-                "the last tensor; are binary_data_size and Inference-Header-Content-Length right?"
-            )
+        _InputChecker(model, rules, raw_size).check(_inputs(header))
         _options(header)
     except BadRequest as fault:
         return fault
@@ -70,58 +62,75 @@ def _inputs(header: dict[str, Any]) -> list[Any]:
     return header["inputs"]
 
 
-def _input(
-    item: Any,
-    position: int,
-    model: str,
-    rules: Mapping[str, InputRule],
-    seen: set[str],
-    offset: int,
-    raw_size: int,
-) -> int:
-    """Check one input; return the offset after its bytes."""
-    if not isinstance(item, dict):
-        raise BadRequest(f"inputs[{position}] must be an object, got {short_value(item)}")
-    name = item.get("name")
-    if not isinstance(name, str):
-        raise BadRequest(f"inputs[{position}] has no 'name' of type string")
-    rule = rules.get(name)
-    if rule is None:
-        raise faults.unknown_input(name, model, rules)
-    if name in seen:
-        raise faults.twice(name)
-    seen.add(name)
-    dtype = _dtype(item, name, model, rule)
-    count = _count(item, name, model)
-    parameters = item.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise BadRequest(f"the parameters of input '{name}' must be an object")
-    parameters = {} if parameters is None else parameters
-    if not _PLACES.isdisjoint(parameters):
-        if "data" in item or parameters.get("binary_data_size") is not None:
+class _InputChecker:
+    """Checks the inputs of one request, of which ``raw_size`` bytes follow the JSON header."""
+
+    def __init__(self, model: str, rules: Mapping[str, InputRule], raw_size: int) -> None:
+        self._model, self._rules = model, rules
+        self._raw_size = raw_size
+        self._offset = 0  # of the next input's bytes
+        self._names: set[str] = set()
+
+    def check(self, items: list[Any]) -> None:
+        """Raise the first fault of ``items``."""
+        for position, item in enumerate(items):
+            self._check_input(position, item)
+        if self._offset != self._raw_size:
             raise BadRequest(
-                f"input '{name}' has both data and a reference to shared memory; send one of them"
+                f"unexpected additional input data for model '{self._model}': "
+                f"{self._raw_size - self._offset} bytes follow the last tensor; are binary_data_size and "
+                "Inference-Header-Content-Length right?"
             )
-        require_size(name, parse_reference(name, parameters), count * dtype.itemsize, model)
-        return offset
-    if "binary_data_size" not in parameters or parameters["binary_data_size"] is None:
-        _data(item, name, item["datatype"], dtype, count)
-        return offset
-    size, expected = parameters["binary_data_size"], count * dtype.itemsize
-    if "data" in item:
-        raise BadRequest(f"input '{name}' has both 'data' and 'binary_data_size'; send one of them")
-    if size != expected:
-        raise BadRequest(
-            f"unexpected size for input '{name}' of model '{model}': binary_data_size is "
-            f"{short_value(size)}, shape {short_value(item['shape'])} of {item['datatype']} takes {expected}"
-        )
-    if offset + expected > raw_size:
-        raise BadRequest(
-            f"unexpected size for input '{name}', expecting {offset + expected - raw_size} additional "
-            f"bytes for model '{model}': is the body truncated, or Inference-Header-Content-Length "
-            "missing?"
-        )
-    return offset + expected
+
+    def _check_input(self, position: int, item: Any) -> None:
+        if not isinstance(item, dict):
+            raise BadRequest(f"inputs[{position}] must be an object, got {short_value(item)}")
+        name = item.get("name")
+        if not isinstance(name, str):
+            raise BadRequest(f"inputs[{position}] has no 'name' of type string")
+        rule = self._rules.get(name)
+        if rule is None:
+            raise faults.unknown_input(name, self._model, self._rules)
+        if name in self._names:
+            raise faults.twice(name)
+        self._names.add(name)
+        dtype = _dtype(item, name, self._model, rule)
+        count = _count(item, name, self._model)
+        parameters = item.get("parameters")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise BadRequest(f"the parameters of input '{name}' must be an object")
+        parameters = {} if parameters is None else parameters
+        if not _REFERENCE_FIELDS.isdisjoint(parameters):
+            if "data" in item or parameters.get("binary_data_size") is not None:
+                raise BadRequest(
+                    f"input '{name}' has both data and a reference to shared memory; send one of them"
+                )
+            reference = parse_reference(name, parameters)
+            require_size(name, reference, count * dtype.itemsize, self._model)
+        elif (size := parameters.get("binary_data_size")) is not None:
+            self._check_binary(item, name, size, count * dtype.itemsize)
+        else:
+            _data(item, name, item["datatype"], dtype, count)
+
+    def _check_binary(self, item: dict[str, Any], name: str, size: Any, expected: int) -> None:
+        """Check an input of ``expected`` bytes after the header, which announces ``size``."""
+        if "data" in item:
+            raise BadRequest(
+                f"input '{name}' has both 'data' and 'binary_data_size'; send one of them"
+            )
+        if size != expected:
+            raise BadRequest(
+                f"unexpected size for input '{name}' of model '{self._model}': binary_data_size is "
+                f"{short_value(size)}, shape {short_value(item['shape'])} of {item['datatype']} takes "
+                f"{expected}"
+            )
+        self._offset += expected
+        if self._offset > self._raw_size:
+            raise BadRequest(
+                f"unexpected size for input '{name}', expecting {self._offset - self._raw_size} additional "
+                f"bytes for model '{self._model}': is the body truncated, or "
+                "Inference-Header-Content-Length missing?"
+            )
 
 
 def _dtype(item: dict[str, Any], name: str, model: str, rule: InputRule) -> np.dtype[Any]:
@@ -224,5 +233,5 @@ def _outputs(wanted: Any) -> None:
             raise BadRequest(f"parameter 'binary_data' of output '{name}' must be true or false")
         if "classification" in parameters:
             raise faults.classification(name)
-        if not _PLACES.isdisjoint(parameters):
+        if not _REFERENCE_FIELDS.isdisjoint(parameters):
             parse_reference(name, parameters)

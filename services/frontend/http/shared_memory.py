@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -31,13 +33,7 @@ def shared_memory_routes(state: FrontendState, guard: Authorizer) -> APIRouter:
     )
     async def register(request: Request, region: str) -> Response:
         """Register ``byte_size`` bytes from ``offset`` of ``/dev/shm/<key>`` under a name."""
-        fields = await json_body(request)
-        key, size, offset = fields.get("key"), fields.get("byte_size"), fields.get("offset", 0)
-        if type(key) is not str or type(size) is not int or type(offset) is not int:
-            raise BadRequest(
-                "registering shared memory requires 'key' (string), 'byte_size' (integer) and optionally "
-                "'offset' (integer)"
-            )
+        key, offset, size = _memory_range(await json_body(request))
         state.regions.register(region, key, offset, size, peer_of(request.scope).host)
         return JsonAnswer({})
 
@@ -56,3 +52,14 @@ def shared_memory_routes(state: FrontendState, guard: Authorizer) -> APIRouter:
         return JsonAnswer({})
 
     return router
+
+
+def _memory_range(fields: dict[str, Any]) -> tuple[str, int, int]:
+    """Return the key, offset and size of the memory to register; raise ``BadRequest``."""
+    key, size, offset = fields.get("key"), fields.get("byte_size"), fields.get("offset", 0)
+    if type(key) is not str or type(size) is not int or type(offset) is not int:
+        raise BadRequest(
+            "registering shared memory requires 'key' (string), 'byte_size' (integer) and optionally "
+            "'offset' (integer)"
+        )
+    return key, offset, size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -20,59 +19,61 @@ from services.server_state import ServerState
 def updates_routes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
     """``/v1/updates``; needs role admin."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
-
-    def streams() -> UpdateStreams:
-        update_streams: UpdateStreams = state.require_node().streams
-        return update_streams
-
-    def status() -> Response:
-        return JsonAnswer({"updates": streams().status()})
-
-    @router.get("/v1/updates", responses=answers("Updates", [503]))
-    def updates() -> Response:
-        """The readers of this process's update streams: group, state and lag."""
-        return status()
-
-    @router.post(
-        "/v1/updates/pause",
-        responses=answers("Updates", [400, 404, 503]),
-        openapi_extra=takes("UpdatesGroup"),
+    handlers = _UpdatesHandlers(state)
+    router.add_api_route(
+        "/v1/updates", handlers.updates, methods=["GET"], responses=answers("Updates", [503])
     )
-    async def pause(request: Request) -> Response:
+    for verb, endpoint, body in (
+        ("pause", handlers.pause, "UpdatesGroup"),
+        ("resume", handlers.resume, "UpdatesGroup"),
+        ("seek", handlers.seek, "UpdatesSeek"),
+    ):
+        router.add_api_route(
+            f"/v1/updates/{verb}",
+            endpoint,
+            methods=["POST"],
+            responses=answers("Updates", [400, 404, 503]),
+            openapi_extra=takes(body),
+        )
+    return router
+
+
+class _UpdatesHandlers:
+    """Handlers of `updates_routes`."""
+
+    def __init__(self, state: ServerState[Any]) -> None:
+        self._state = state
+
+    def updates(self) -> Response:
+        """The readers of this process's update streams: group, state and lag."""
+        return JsonAnswer({"updates": self._streams().status()})
+
+    async def pause(self, request: Request) -> Response:
         """Stop applying updates until resumed, for one group's reader or for all. No update is lost."""
         group = _text(await json_body(request), "group")
-        await run_in_threadpool(partial(streams().pause, group))
-        return status()
+        await run_in_threadpool(self._streams().pause, group)
+        return self.updates()
 
-    @router.post(
-        "/v1/updates/resume",
-        responses=answers("Updates", [400, 404, 503]),
-        openapi_extra=takes("UpdatesGroup"),
-    )
-    async def resume(request: Request) -> Response:
+    async def resume(self, request: Request) -> Response:
         """Continue from where the reader was paused."""
-        streams().resume(_text(await json_body(request), "group"))
-        return status()
+        self._streams().resume(_text(await json_body(request), "group"))
+        return self.updates()
 
-    @router.post(
-        "/v1/updates/seek",
-        responses=answers("Updates", [400, 404, 503]),
-        openapi_extra=takes("UpdatesSeek"),
-    )
-    async def seek(request: Request) -> Response:
+    async def seek(self, request: Request) -> Response:
         """Continue from an offset: an earlier one applies messages again, a later one skips messages. Newer
         rows stay."""
         body = await json_body(request)
         topic, group = _text(body, "topic"), _text(body, "group")
         if topic is None:
             raise BadRequest("'topic' is missing")
-        work = partial(
-            streams().seek, topic, _number(body, "partition"), _number(body, "offset"), group
-        )
-        await run_in_threadpool(work)
-        return status()
+        seek = self._streams().seek
+        partition, offset = _number(body, "partition"), _number(body, "offset")
+        await run_in_threadpool(seek, topic, partition, offset, group)
+        return self.updates()
 
-    return router
+    def _streams(self) -> UpdateStreams:
+        streams: UpdateStreams = self._state.require_node().streams
+        return streams
 
 
 def _text(body: dict[str, Any], name: str) -> str | None:
