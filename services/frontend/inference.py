@@ -37,9 +37,9 @@ from services.frontend.errors import (
     status_of,
 )
 from services.frontend.inference_request import InferenceRequest
-from services.frontend.request_observer import Stages
+from services.frontend.request_observer import end_span
 from services.frontend.state import FrontendState, ServedEndpoint
-from services.frontend.statistics import execution_samples, queued_ns
+from services.frontend.statistics import Stages, execution_samples, queued_ns
 
 Answer = TypeVar("Answer", covariant=True)
 
@@ -286,11 +286,12 @@ class Inference(ABC):
         done, started = perf_counter_ns(), self.started
         stages = started, self._parsed, self._inferred, done
         queued, execution = queued_ns(future), execution_samples(future)
-        self.entry.statistics.succeeded(batch, *stages, queued, execution)
+        self.entry.statistics.succeeded(batch, stages, queued, execution)
         observe((done - started) * 1e-9)
-        if self.origin is not None:
-            self.port.state.observer.answered(
-                self.port.protocol, self.origin, self.entry.endpoint, batch, inputs, result, stages
+        if (origin := self.origin) is not None:
+            end_span(origin, batch, result.defaulted, stages)
+            self.port.state.observer.log_answered(
+                self.port.protocol, origin, self.entry.endpoint, inputs, result.defaulted, stages
             )
         if self._client is not None:
             self.leave()

@@ -15,11 +15,19 @@ from hps.observability.otel import Tracer
 from hps.tracing import RequestContext
 from services.frontend.endpoints import Endpoint
 from services.frontend.logs import fields
+from services.frontend.statistics import Stages
 
 access = logging.getLogger("hps.access")
 
-Stages = tuple[int, int, int, int]
-"""Instants (``perf_counter_ns``) of a request: received, decoded, result ready, answer encoded."""
+
+def end_span(origin: RequestContext, batch: int, defaulted: int, stages: Stages) -> None:
+    """End the span, if one is recorded, of an answered request of ``batch`` samples."""
+    if origin.is_recorded:
+        started, parsed, inferred, done = stages
+        origin.stage("decode", started, parsed)
+        origin.stage("encode", inferred, done)
+        origin.note(batch=batch, defaulted=defaulted)
+        origin.end()
 
 
 class RequestObserver:
@@ -52,23 +60,16 @@ class RequestObserver:
             return begun
         return RequestContext(request_id, traceparent, tracestate)
 
-    def answered(
+    def log_answered(
         self,
         protocol: str,
         origin: RequestContext,
         endpoint: Endpoint,
-        batch: int,
         inputs: Mapping[str, NDArray[Any]],
-        result: Any,
+        defaulted: int,
         stages: Stages,
     ) -> None:
-        """Report an answered request of ``batch`` samples."""
-        started, parsed, inferred, done = stages
-        if origin.is_recorded:
-            origin.stage("decode", started, parsed)
-            origin.stage("encode", inferred, done)
-            origin.note(batch=batch, defaulted=result.defaulted)
-            origin.end()
+        """Log an answered request."""
         if (level := self._level()) is not None:
             keys = sum(array.size for name, array in inputs.items() if _keys(endpoint, name))
             self._log(
@@ -76,10 +77,10 @@ class RequestObserver:
                 origin,
                 protocol,
                 endpoint,
-                (done - started) * 1e-6,
+                (stages[3] - stages[0]) * 1e-6,
                 200 if protocol == "http" else "OK",
                 keys=keys,
-                misses=result.defaulted,
+                misses=defaulted,
             )
 
     def failed(

@@ -26,6 +26,10 @@ _TOTALS = (
 )
 
 
+Stages = tuple[int, int, int, int]
+"""Instants (``perf_counter_ns``) of a request: received, decoded, result ready, answer encoded."""
+
+
 def queued_ns(answer: Future[Any]) -> int:
     """Time that the request of ``answer`` was queued."""
     return getattr(answer, "queued_ns", 0)
@@ -53,20 +57,14 @@ class Statistics:
         self._lock = threading.Lock()
 
     def succeeded(
-        self,
-        batch: int,
-        started: int,
-        parsed: int,
-        inferred: int,
-        done: int,
-        queued: int = 0,
-        execution: Iterator[int] | None = None,
+        self, batch: int, stages: Stages, queued: int = 0, execution: Iterator[int] | None = None
     ) -> None:
-        """Count a request of ``batch`` samples, with the instants (ns) at which its stages ended.
+        """Count a request of ``batch`` samples.
 
-        It was ``queued`` for a part of the time between parsed and inferred. Of the requests that share an
-        ``execution_samples``, the first counts the execution, with the samples that it yields and its own
+        It was ``queued`` (ns) for a part of the time between decoding and result. Of the requests that share
+        an ``execution_samples``, the first counts the execution, with the samples that it yields and its own
         times; a request without one was executed alone."""
+        started, parsed, inferred, done = stages
         inferring = inferred - parsed - queued
         with self._lock:
             self.queue_ns += queued

@@ -26,8 +26,8 @@ from services.frontend.grpc.protobuf_wire import field, parse_message
 from services.frontend.grpc.responders import CallContext, UnaryResponder
 from services.frontend.grpc.unary_services import handlers_of
 from services.frontend.inference import InferencePort
-from services.frontend.request_observer import Stages
 from services.frontend.state import FrontendState, ServedEndpoint
+from services.frontend.statistics import Stages
 
 SERVICE = "hps.v1.Lookup"
 _LOOKUP = ".lookup"

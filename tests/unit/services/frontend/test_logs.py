@@ -103,14 +103,9 @@ class Endpoint:
     )
 
 
-@dataclass
-class Result:
-    defaulted: int = 2
-
-
-def tell(observer, origin):
+def log_answered(observer, origin):
     inputs = {"f": np.arange(5), "dense": np.ones(7)}
-    observer.answered("grpc", origin, Endpoint(), 1, inputs, Result(), (0, 10, 20, 5_000_000))
+    observer.log_answered("grpc", origin, Endpoint(), inputs, 2, (0, 10, 20, 5_000_000))
 
 
 def test_share_of_the_requests_is_logged(caplog, monkeypatch):
@@ -119,7 +114,7 @@ def test_share_of_the_requests_is_logged(caplog, monkeypatch):
     observer = RequestObserver(0.5)
     assert observer.watches
     for origin in (RequestContext("r-1", TRACE), RequestContext("r-2")):
-        tell(observer, origin)
+        log_answered(observer, origin)
     for origin in (RequestContext("r-3"), RequestContext("r-4")):
         observer.failed("http", origin, None, 503, RuntimeError("busy"), 0)
     first, second = caplog.records
@@ -143,14 +138,13 @@ def test_requests_are_not_logged_by_default(caplog):
     caplog.set_level("INFO", "hps.access")
     observer = RequestObserver()
     assert not observer.watches
-    tell(observer, observer.begin("m", 0, "r-1", "", ""))
+    log_answered(observer, observer.begin("m", 0, "r-1", "", ""))
     assert not caplog.records
     assert observer.begin("m", 0, "", "", "").request_id == ""
     with caplog.at_level("DEBUG", "hps.access"):
-        assert (
-            len(observer.begin("m", 0, "", "", "").request_id) == 16
-        )  # a logged request needs an id
-        tell(observer, RequestContext("r-1"))
+        # A logged request needs an id.
+        assert len(observer.begin("m", 0, "", "", "").request_id) == 16
+        log_answered(observer, RequestContext("r-1"))
     assert len(caplog.records) == 1
 
 

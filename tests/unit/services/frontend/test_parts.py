@@ -83,7 +83,7 @@ COMPUTE = ("compute_input", "compute_infer", "compute_output")
 def test_statistics_list_a_bounded_number_of_batch_sizes():
     stats = Statistics()
     for batch in range(MAX_BATCH_SIZES + 10):
-        stats.succeeded(batch, 10, 20, 40, 80)
+        stats.succeeded(batch, (10, 20, 40, 80))
     found = stats.as_json("m", "1")
     assert len(found["batch_stats"]) == MAX_BATCH_SIZES
     assert found["execution_count"] == MAX_BATCH_SIZES + 10
@@ -99,7 +99,7 @@ def test_statistics_list_a_bounded_number_of_batch_sizes():
 
 def test_statistics_separate_queue_time():
     stats = Statistics()
-    stats.succeeded(2, 10, 20, 140, 150, queued=70)
+    stats.succeeded(2, (10, 20, 140, 150), queued=70)
     stats.failed(10, 30)
     found = stats.as_json("m", "1")["inference_stats"]
     split = {name: found[name]["ns"] for name in ("queue", *COMPUTE)}
@@ -114,11 +114,11 @@ def test_statistics_separate_queue_time():
 def test_statistics_count_a_batch_as_one_execution():
     stats = Statistics()
     one, other = iter((5,)), iter((0,))
-    stats.succeeded(2, 10, 20, 140, 150, queued=70, execution=one)
-    stats.succeeded(3, 10, 20, 240, 250, execution=one)
-    stats.succeeded(5, 10, 20, 40, 80)
-    stats.succeeded(0, 10, 20, 40, 80, execution=other)
-    stats.succeeded(0, 10, 20, 40, 80, execution=other)
+    stats.succeeded(2, (10, 20, 140, 150), queued=70, execution=one)
+    stats.succeeded(3, (10, 20, 240, 250), execution=one)
+    stats.succeeded(5, (10, 20, 40, 80))
+    stats.succeeded(0, (10, 20, 40, 80), execution=other)
+    stats.succeeded(0, (10, 20, 40, 80), execution=other)
     found = stats.as_json("m", "1")
     assert (found["inference_count"], found["execution_count"]) == (10, 3)
     reported = [

@@ -53,10 +53,10 @@ def test_stopping_server_does_not_become_ready(small):
 def test_statistics_include_all_processes(small):
     """Without values of others, or for names that they do not have, this process's own."""
     state, entry = small.state, small.state.entries["words"]
-    entry.statistics.succeeded(4, 0, 10, 30, 60)
+    entry.statistics.succeeded(4, (0, 10, 30, 60))
     other = Statistics()
-    other.succeeded(4, 0, 1, 3, 6)
-    other.succeeded(9, 0, 1, 3, 6)
+    other.succeeded(4, (0, 1, 3, 6))
+    other.succeeded(9, (0, 1, 3, 6))
     other.failed(0, 5)
     other.add(entry.statistics.numbers())
     assert state.statistics([entry])[0]["inference_count"] == 4

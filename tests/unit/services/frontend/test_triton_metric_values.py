@@ -10,9 +10,9 @@ from services.frontend.triton_metric_values import triton_numbers
 def test_counts_durations_and_failure_reasons():
     statistics = Statistics()
     # In ns: parsed in 1 µs, queued for 5, run for 20, encoded in 3.
-    statistics.succeeded(4, 0, 1_000, 26_000, 29_000, 5_000)
+    statistics.succeeded(4, (0, 1_000, 26_000, 29_000), 5_000)
     # The next is in a batch whose execution another request has counted.
-    statistics.succeeded(2, 0, 1_000, 26_000, 29_000, 5_000, iter(()))
+    statistics.succeeded(2, (0, 1_000, 26_000, 29_000), 5_000, iter(()))
     failed = {"503": 1, "UNAVAILABLE": 2, "499": 3, "INTERNAL": 4, "400": 5, "504": 6}
     seconds = {("http", "infer", "ctr", "7", code): ([n], 0.1) for code, n in failed.items()}
     seconds["http", "infer", "ctr", "7", "200"] = ([2], 0.1)

@@ -128,7 +128,7 @@ def test_values_count_once_if_a_worker_ends_during_a_query(monkeypatch):
     class Channel:
         def query(self, *_):
             own = Statistics()
-            own.succeeded(1, 0, 1, 2, 3)
+            own.succeeded(1, (0, 1, 2, 3))
             metrics = {m.LOOKUP_KEYS: [[["words", "cpu"], 7]]}
             return {"metrics": metrics, "statistics": {"words": own.numbers()}}
 
@@ -147,7 +147,7 @@ def test_values_of_ended_workers_are_dropped_with_their_version():
 
     def reported(version):
         own = Statistics()
-        own.succeeded(1, 0, 1, 2, 3)
+        own.succeeded(1, (0, 1, 2, 3))
         labels = ["words", version, "words", "cpu"]
         statistics = {f"{name}/{version}": own.numbers() for name in ("words", "words.lookup")}
         return {"metrics": {m.LOOKUP_KEYS: [[labels, 7]]}, "statistics": statistics}
