@@ -16,7 +16,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from hps.v1 import lookup_pb2
 from services.frontend.admission.queue import AdmissionQueue
-from services.frontend.grpc import infer, listener, responders
+from services.frontend.grpc import inference_service, listener, responders
 from tests.support.waiting import until
 from tests.unit.services.frontend.conftest import load, rejections
 from tests.unit.services.frontend.protocol_clients import infer_request
@@ -67,14 +67,14 @@ def test_large_requests_reserve_slots_before_they_are_parsed(small, slow, start,
     """A thread of the pool parses them. Without a slot, their parsing could be wasted."""
     monkeypatch.setattr(responders, "LARGE_BYTES", 8)
     parsing, parsed = [], threading.Event()
-    parse = infer.GrpcRequestParser.parse
+    parse = inference_service.GrpcRequestParser.parse
 
     def slow_parse(self, message, to):
         parsing.append(to.id)
         assert parsed.wait(60)
         return parse(self, message, to)
 
-    monkeypatch.setattr(infer.GrpcRequestParser, "parse", slow_parse)
+    monkeypatch.setattr(inference_service.GrpcRequestParser, "parse", slow_parse)
     service = start()
     admitted = send(service, 5)
     until(lambda: len(parsing) == 5)  # two will run, three will be queued
