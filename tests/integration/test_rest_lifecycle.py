@@ -258,14 +258,14 @@ def test_server_records_spans_if_tracing_is_configured(small_repository, tmp_pat
 
     exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    asked = []
-    monkeypatch.setattr(otel, "tracer", lambda role: asked.append(role) or otel.Tracer(provider))
+    roles = []
+    monkeypatch.setattr(otel, "tracer", lambda role: roles.append(role) or otel.Tracer(provider))
     with running(configuration(small_repository, tmp_path)) as server:
         assert server.ready.wait(60)
         assert tracing.recorder() is not None
         assert server.request("POST", PATH, BODY)[0] == 200
     assert server.error is None
-    assert asked == ["node"]
+    assert roles == ["node"]
     assert tracing.recorder() is None
     spans = {span.name: span for span in exporter.get_finished_spans()}
     request = spans["infer words.lookup"]

@@ -45,14 +45,14 @@ def test_reloaded_files_are_read_again_and_others_keep_their_expiry_at_start(pai
     expire(port)
     expire(client)
     tls = {"certificate_file": str(port), "key_file": str(key)}
-    asked = {"ca": str(certificate), "certificate": str(client), "key": str(key)}
+    redis_tls = {"ca": str(certificate), "certificate": str(client), "key": str(key)}
     options = {"ssl.ca.location": str(certificate), "ssl.certificate.location": "nowhere"}
     kafka = {"brokers": "127.0.0.1:1", "options": options}
     settings = as_configuration(
         {
             "server": {"grpc": {"tls": tls, "admin": {"tls": tls}}},
             "lookup": {"tls": {**tls, "ca_file": str(certificate)}},
-            "tiers": {"redis": {"tls": asked}},
+            "tiers": {"redis": {"tls": redis_tls}},
             "updates": {"kafka": kafka},
         }
     ).settings

@@ -58,15 +58,15 @@ def runs(small, name):
 
 
 def answers(endpoint, result):
-    asked, future = result
-    return dict(endpoint.outputs(asked, future.result(60)))
+    request, future = result
+    return dict(endpoint.outputs(request, future.result(60)))
 
 
 def test_waiting_predictions_run_as_one_batch(small, batched):
     endpoint, plain = batched()["ctr"], small.state.entries["ctr"].endpoint
     small.store.gate.clear()
     first = endpoint.submit(call([15]), FAR)
-    asked = [
+    requests = [
         call([1, 2]),
         call([12], outputs=("logit", "item.source")),
         call([99, 3, 17], outputs=("logit", "item.source")),
@@ -75,10 +75,10 @@ def test_waiting_predictions_run_as_one_batch(small, batched):
         call([1, 2, 3], top_k=2),
         call([1, 2, 3], users=[4]),
     ]
-    futures = [endpoint.submit(each, FAR) for each in asked]
+    futures = [endpoint.submit(each, FAR) for each in requests]
     small.store.gate.set()
     until(first.done)
-    for each, future in zip(asked, futures, strict=True):
+    for each, future in zip(requests, futures, strict=True):
         mine, alone = future.result(60), plain.submit(each, FAR).result(60)
         assert mine.defaulted == alone.defaulted
         got, wanted = dict(endpoint.outputs(each, mine)), dict(plain.outputs(each, alone))
@@ -180,10 +180,10 @@ def test_concurrent_requests_get_their_own_scores(small, batched, delay_us):
     endpoint = batched(max_rows=16, max_delay_us=delay_us)["ctr"]
     plain = small.state.entries["ctr"].endpoint
     random = np.random.default_rng(3)
-    asked = [call(random.integers(0, 22, random.integers(1, 9)).tolist()) for _ in range(200)]
-    wanted = [plain.submit(each, FAR).result(60) for each in asked]
+    requests = [call(random.integers(0, 22, random.integers(1, 9)).tolist()) for _ in range(200)]
+    wanted = [plain.submit(each, FAR).result(60) for each in requests]
     with ThreadPoolExecutor(8) as pool:
-        got = list(pool.map(lambda each: endpoint.submit(each, FAR).result(60), asked))
+        got = list(pool.map(lambda each: endpoint.submit(each, FAR).result(60), requests))
     for mine, alone in zip(got, wanted, strict=True):
         assert mine.defaulted == alone.defaulted
         np.testing.assert_allclose(

@@ -20,8 +20,8 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def line(form, message, *args, error=None):
-    told = error and (type(error), error, None)
-    record = logging.LogRecord("hps.x", logging.WARNING, "", 0, message, args, told)
+    exc_info = error and (type(error), error, None)
+    record = logging.LogRecord("hps.x", logging.WARNING, "", 0, message, args, exc_info)
     return (logs.JsonLogFormatter if form == "json" else logs.TextLogFormatter)(
         logs.fields(worker=1)
     ).format(record)
@@ -31,9 +31,9 @@ def test_json_line_has_the_fields_of_the_text_line():
     args = logs.fields(model="m", keys=3, empty="", text='a "b"')
     text = line("text", "serving %s", args)
     assert text.endswith('WARNING hps.x serving model=m keys=3 text="a \\"b\\"" worker=1')
-    told = json.loads(line("json", "serving %s", args))
-    assert told.pop("ts").endswith("Z")
-    assert told == {
+    logged = json.loads(line("json", "serving %s", args))
+    assert logged.pop("ts").endswith("Z")
+    assert logged == {
         "level": "warning",
         "logger": "hps.x",
         "msg": "serving",
@@ -42,9 +42,9 @@ def test_json_line_has_the_fields_of_the_text_line():
         "text": 'a "b"',
         "worker": 1,
     }
-    told = json.loads(line("json", "%s of %d\nfailed", "two", 3, error=ValueError("x\ny")))
-    assert told["msg"] == "two of 3\nfailed"
-    assert told["traceback"] == "ValueError: x\ny"
+    logged = json.loads(line("json", "%s of %d\nfailed", "two", 3, error=ValueError("x\ny")))
+    assert logged["msg"] == "two of 3\nfailed"
+    assert logged["traceback"] == "ValueError: x\ny"
     assert json.loads(line("json", "nothing %s", logs.fields()))["msg"].rstrip() == "nothing"
     # A field of an event does not replace a field of the line with the same name.
     assert json.loads(line("json", "a %s", logs.fields(level="mine")))["level"] == "warning"

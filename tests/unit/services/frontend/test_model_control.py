@@ -51,7 +51,7 @@ def test_models_are_loaded_and_unloaded_over_http(call, admin, control, error):
     assert call(admin, "POST", path, json=body).json() == {"name": "other", "version": "3", **said}
     path_of_lookup = "/v2/repository/models/ctr.lookup/unload"
     assert call(admin, "POST", path_of_lookup).json() == {"name": "ctr.lookup"}
-    assert control.asked == [("load", "other", None), ("load", "other", 3), ("unload", "ctr")]
+    assert control.calls == [("load", "other", None), ("load", "other", 3), ("unload", "ctr")]
     assert "model_repository" in call(admin, "GET", "/v2").json()["extensions"]
     for parameters in (3, {"version": 0}, {"version": -1}, {"version": 1.5}, {"version": "x"}):
         reply = call(admin, "POST", path, json={"parameters": parameters})
@@ -64,7 +64,7 @@ def test_data_port_rejects_model_control_and_names_the_admin_port(call, data, co
         reply = call(data, "POST", f"/v2/repository/models/ctr/{verb}")
         assert reply.status_code == 501
         assert error(reply).endswith("use the admin port, or set models.control: all")
-    assert not control.asked
+    assert not control.calls
     assert "model_repository" not in call(data, "GET", "/v2").json()["extensions"]
 
 
@@ -85,7 +85,7 @@ def test_data_ports_control_models_if_the_setting_allows(call, everywhere, contr
         client.load_model("other", config=None)
         client.unload_model("other")
         index = client.get_model_repository_index(as_json=True)["models"]
-    assert control.asked == [("load", "ctr", None), ("load", "other", None), ("unload", "other")]
+    assert control.calls == [("load", "ctr", None), ("load", "other", None), ("unload", "other")]
     assert {"name": "other", "version": "7", "state": "UNAVAILABLE", "reason": "unloaded"} in index
 
 
@@ -95,7 +95,7 @@ def test_grpc_rejects_model_control_by_default(small, control):
             client.load_model("ctr")
         with pytest.raises(InferenceServerException, match=r"set models\.control: all"):
             client.unload_model("ctr")
-    assert not control.asked
+    assert not control.calls
 
 
 def test_waiting_loads_do_not_block_other_requests(small, control):
@@ -140,4 +140,4 @@ def test_invalid_version_is_rejected(call, admin, control, error, version):
     assert reply.status_code == 400
     assert "'version' must be a whole number from 1" in error(reply)
     assert len(error(reply)) < 200
-    assert not control.asked
+    assert not control.calls

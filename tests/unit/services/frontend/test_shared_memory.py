@@ -86,8 +86,8 @@ def test_registered_regions_are_listed(regions, numbers):
 
 def test_registry_is_off_or_for_clients_on_this_machine(tmp_path, regions, numbers):
     off = SharedMemoryRegistry(on=False, most_bytes=1000, folder=tmp_path)
-    asked = ("r", "numbers", 0, 8), ("",), ("",)
-    for verb, arguments in zip(("register", "unregister", "status"), asked, strict=True):
+    calls = (("register", ("r", "numbers", 0, 8)), ("unregister", ("",)), ("status", ("",)))
+    for verb, arguments in calls:
         with pytest.raises(Unsupported, match=r"set server\.shared_memory"):
             getattr(off, verb)(*arguments, HERE)
         with pytest.raises(Forbidden, match="only for clients that connect by"):

@@ -66,14 +66,14 @@ def lookups(backend, monkeypatch):
 
 
 def test_requests_of_one_call_share_a_lookup(backend, lookups):
-    asked = [
+    requests = [
         by_table(),
         by_table(1, 2),
         BackendRequest({"left": np.array([[3], [4]])}, ("left",)),
         BackendRequest({"left": np.array([[99]])}, ("left",)),
         BackendRequest({"wrong": np.array([[1]])}),
     ]
-    empty, two, pair, unknown, wrong = backend.answer(asked)
+    empty, two, pair, unknown, wrong = backend.answer(requests)
     assert empty.outputs[0][1].shape == (1, 0)
     assert two.outputs[0][1].tolist() == [[k + i / 8 for k in (1, 2) for i in range(3)]]
     assert pair.outputs[0][1].tolist() == [[k + i / 8 for i in range(3)] for k in (3, 4)]
@@ -125,8 +125,8 @@ def test_request_that_expires_during_a_shared_lookup_is_answered(backend, monkey
 
     monkeypatch.setattr(type(backend._served.engine), "lookup", lookup)
     short, by_feature = by_table(1), BackendRequest({"left": np.array([[9]])}, ("left",))
-    asked = [replace(each, timeout_us=1_000_000) for each in (short, by_feature)]
-    answer, late, other = backend.answer([*asked, by_table(2)])
+    requests = [replace(each, timeout_us=1_000_000) for each in (short, by_feature)]
+    answer, late, other = backend.answer([*requests, by_table(2)])
     assert limits == [1010.0]
     assert [each.outputs[0][1][0, 0] for each in (answer, other)] == [1, 2]
     assert isinstance(late, DeadlineExceeded)

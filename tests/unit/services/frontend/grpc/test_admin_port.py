@@ -137,16 +137,16 @@ class FakeStreams:
     """A node's streams that record what is requested."""
 
     def __init__(self):
-        self.asked = []
+        self.calls = []
 
     def pause(self, group):
-        self.asked.append(("pause", group))
+        self.calls.append(("pause", group))
 
     def resume(self, group):
-        self.asked.append(("resume", group))
+        self.calls.append(("resume", group))
 
     def seek(self, *to):
-        self.asked.append(("seek", *to))
+        self.calls.append(("seek", *to))
         if to[0] == "unread":
             raise NotFound("no partition 0 of topic 'unread' is read here")
 
@@ -176,7 +176,7 @@ def test_streams_are_paused_resumed_and_replayed(serve, small):
     updates.Pause(pb.Group(group="g"))
     updates.Resume(pb.Group())
     reported = updates.Seek(pb.SeekRequest(topic="t", partition=1, offset=2**40))
-    assert streams.asked == [("pause", "g"), ("resume", None), ("seek", "t", 1, 2**40, None)]
+    assert streams.calls == [("pause", "g"), ("resume", None), ("seek", "t", 1, 2**40, None)]
     stream = reported.updates[0]
     assert (stream.group, stream.state, stream.problem) == ("g", "paused", "")
     assert not stream.HasField("lag")
@@ -212,7 +212,7 @@ def test_each_method_requires_its_role(serve, key_guard):
     channel = serve(key_guard)
     updates, admin = Stub(channel, "Updates"), Stub(channel, "Admin")
     write = pb.WriteRequest(model="none")
-    asked = {
+    codes = {
         (updates.Write, "read"): "PERMISSION_DENIED",
         (updates.Write, "write"): "NOT_FOUND",
         (updates.Status, "write"): "PERMISSION_DENIED",
@@ -230,7 +230,7 @@ def test_each_method_requires_its_role(serve, key_guard):
     requests |= {admin.LoadModel: pb.LoadModelRequest()}
     requests |= {admin.UnloadModel: pb.UnloadModelRequest()}
     requests |= {admin.Status: pb.StatusRequest(), admin.Models: pb.ModelsRequest()}
-    for (call, role), code in asked.items():
+    for (call, role), code in codes.items():
         key = [("x-api-key", role[0] * 16)]
         assert refused(call, requests[call], metadata=key)[0] == code
     assert refused(admin.Status, pb.StatusRequest())[0] == "UNAUTHENTICATED"
@@ -263,17 +263,17 @@ class FakeControl:
     warnings: ClassVar = {"other": "the CPU cache is full"}
 
     def __init__(self):
-        self.asked = []
+        self.calls = []
 
     def available(self):
         return {"ctr": [1, 2], "other": [1, 7]}
 
     def load(self, name, version=None):
-        self.asked.append(("load", name, version))
+        self.calls.append(("load", name, version))
         return version or 7
 
     def unload(self, name):
-        self.asked.append(("unload", name))
+        self.calls.append(("unload", name))
 
 
 def test_models_are_loaded_and_unloaded_over_grpc(serve, small):
@@ -286,4 +286,4 @@ def test_models_are_loaded_and_unloaded_over_grpc(serve, small):
     loaded = admin.LoadModel(pb.LoadModelRequest(model="ctr", version=2))
     assert (loaded.version, loaded.warning) == (2, "")
     admin.UnloadModel(pb.UnloadModelRequest(model="ctr"))
-    assert control.asked == [("load", "other", None), ("load", "ctr", 2), ("unload", "ctr")]
+    assert control.calls == [("load", "other", None), ("load", "ctr", 2), ("unload", "ctr")]

@@ -33,13 +33,13 @@ def batches(small, serve):
 
 
 def request(model, **inputs):
-    asked = pb.ModelInferRequest(model_name=model)
+    request = pb.ModelInferRequest(model_name=model)
     for name, values in inputs.items():
         values = np.array(values, np.float32 if name == "dense" else np.int64)
         datatype = "FP32" if name == "dense" else "INT64"
-        asked.inputs.add(name=name, datatype=datatype, shape=values.shape)
-        asked.raw_input_contents.append(values.tobytes())
-    return asked
+        request.inputs.add(name=name, datatype=datatype, shape=values.shape)
+        request.raw_input_contents.append(values.tobytes())
+    return request
 
 
 def prediction(n):
@@ -69,8 +69,8 @@ def ask(small, ask_for, *requests, model=None):
 
 def reported(stub, model):
     """Samples, executions, requests, and the number of executions by batch size."""
-    asked = pb.ModelStatisticsRequest(name=model)
-    (found,) = stub.ModelStatistics(asked, timeout=60).model_stats
+    request = pb.ModelStatisticsRequest(name=model)
+    (found,) = stub.ModelStatistics(request, timeout=60).model_stats
     sizes = {each.batch_size: each.compute_infer.count for each in found.batch_stats}
     requests = found.inference_stats.success.count
     return found.inference_count, found.execution_count, requests, sizes
@@ -99,15 +99,15 @@ def test_keys_by_table_count_as_one_sample(small, batches):
 
 @pytest.mark.parametrize("report", [False, True])
 def test_lookups_of_other_nodes_are_batched(small, batches, report):
-    asked = [
+    requests = [
         question("words", keys("left", *mine, batch=2), version=1, report=report)
         for mine in ((15, 16), (16, 17), (18, 15))
     ]
-    calls = ask(small, batches.lookup, *asked, model="words.lookup")
+    calls = ask(small, batches.lookup, *requests, model="words.lookup")
     small.store.gate.set()
     answers = [call.result(60) for call in calls]
     assert reported(batches, "words.lookup") == (6, 2, 3, {2: 1, 4: 1})
-    for answer, each in zip(answers, asked, strict=True):
+    for answer, each in zip(answers, requests, strict=True):
         alone = batches.lookup(each, timeout=60)
         assert (answer.vectors, answer.versions) == (alone.vectors, alone.versions)
         assert len(answer.sources) == 2 * report
@@ -115,15 +115,15 @@ def test_lookups_of_other_nodes_are_batched(small, batches, report):
 
 
 def test_keys_by_table_of_other_nodes_count_as_one_sample(small, batches):
-    asked = [
+    requests = [
         question("words", keys("left", *range(15, 15 + n)), by_table=True, version=1)
         for n in (5, 2, 3)
     ]
-    calls = ask(small, batches.lookup, *asked, model="words.lookup")
+    calls = ask(small, batches.lookup, *requests, model="words.lookup")
     small.store.gate.set()
     answers = [call.result(60) for call in calls]
     assert reported(batches, "words.lookup") == (3, 2, 3, {1: 1, 2: 1})
-    for answer, each in zip(answers, asked, strict=True):
+    for answer, each in zip(answers, requests, strict=True):
         assert answer.vectors == batches.lookup(each, timeout=60).vectors
 
 
@@ -140,9 +140,9 @@ def test_batch_is_counted_although_one_of_its_requests_fails_later(
         return outputs(call, result)
 
     monkeypatch.setattr(line, "outputs", picky)
-    asked = [prediction(n) for n in (5, 1, 2)]
-    asked[wrong].id = "wrong"
-    calls = ask(small, batches.ModelInfer, *asked)
+    requests = [prediction(n) for n in (5, 1, 2)]
+    requests[wrong].id = "wrong"
+    calls = ask(small, batches.ModelInfer, *requests)
     small.store.gate.set()
     assert calls.pop(wrong).code() is grpc.StatusCode.UNAVAILABLE
     for call in calls:

@@ -21,9 +21,11 @@ STORM_S = 3
 
 @pytest.fixture
 def message():
-    asked = pb.ModelInferRequest(model_name="words.lookup")
-    asked.inputs.add(name="left", datatype="INT64", shape=[1, 1]).contents.int64_contents.append(1)
-    return asked.SerializeToString()
+    request = pb.ModelInferRequest(model_name="words.lookup")
+    request.inputs.add(name="left", datatype="INT64", shape=[1, 1]).contents.int64_contents.append(
+        1
+    )
+    return request.SerializeToString()
 
 
 def test_no_call_fails_while_another_client_cancels_many(serve, message):

@@ -33,10 +33,10 @@ HEALTH = {
 
 
 def question():
-    asked = pb.ModelInferRequest(model_name="words.lookup")
-    asked.inputs.add(name="left", datatype="INT64", shape=[1, 1])
-    asked.raw_input_contents.append(np.array([1]).tobytes())
-    return asked
+    request = pb.ModelInferRequest(model_name="words.lookup")
+    request.inputs.add(name="left", datatype="INT64", shape=[1, 1])
+    request.raw_input_contents.append(np.array([1]).tobytes())
+    return request
 
 
 @contextmanager

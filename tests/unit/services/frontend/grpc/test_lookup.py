@@ -61,8 +61,8 @@ def question(model, *given, **more):
         what: b"".join(np.array(n.get(what, ()), dtype).tobytes() for _, n in given)
         for what, dtype in dtypes.items()
     }
-    asked = pb.Asked(model=model, names=[name for name, _ in given], **more)
-    return pb.LookupRequest(asked=asked.SerializeToString(), **numbers)
+    header = pb.Asked(model=model, names=[name for name, _ in given], **more)
+    return pb.LookupRequest(asked=header.SerializeToString(), **numbers)
 
 
 def vectors(answer, *dims, dtype=np.float32, rows=2):

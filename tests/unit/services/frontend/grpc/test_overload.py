@@ -119,14 +119,14 @@ def test_lookups_of_other_nodes_use_the_same_queue(small, start):
     small.store.gate.clear()
     names = [lookup_pb2.Keys(name="left", count=1)]
     said = lookup_pb2.Asked(model="words", names=names).SerializeToString()
-    asked = lookup_pb2.LookupRequest(asked=said, keys=np.array([12]).tobytes())
+    request = lookup_pb2.LookupRequest(asked=said, keys=np.array([12]).tobytes())
     with grpc.insecure_channel(url) as channel:
         lookup = channel.unary_unary(
             "/hps.v1.Lookup/Lookup",
             lookup_pb2.LookupRequest.SerializeToString,
             lookup_pb2.LookupResponse.FromString,
         )
-        calls = [lookup.future(asked, timeout=60) for _ in range(2)]
+        calls = [lookup.future(request, timeout=60) for _ in range(2)]
         until(lambda: load(small, entry.name) == (1, 1))
         small.store.gate.set()
         for call in calls:

@@ -136,8 +136,8 @@ def test_calls_with_and_without_grpc_futures(serve, connect, small, known, monke
     small.store.gate.clear()
     with pytest.raises(DeadlineExceeded):
         remote.lookup(replace(left(15), deadline=time.monotonic() + 1))
-    asked = remote.submit(replace(left(16), deadline=time.monotonic() + 60))
-    assert asked.cancel()
+    pending = remote.submit(replace(left(16), deadline=time.monotonic() + 60))
+    assert pending.cancel()
     until(lambda: not target.in_flight)
     assert dict(target.answers) == {"OK": 3, "DEADLINE_EXCEEDED": 1, "CANCELLED": 1}
     remote._candidates.nodes.close()
@@ -276,10 +276,10 @@ def test_lookups_beyond_the_limit_are_rejected(serve, connect, small):
 
 def test_cancelled_lookup_is_cancelled_at_the_node(remote, small):
     small.store.gate.clear()
-    asked = remote.submit(LookupRequest({"item": JaggedKeys(np.array([15]), 1)}))
-    assert asked.cancel()
+    pending = remote.submit(LookupRequest({"item": JaggedKeys(np.array([15]), 1)}))
+    assert pending.cancel()
     with pytest.raises(CancelledError):
-        asked.result()
+        pending.result()
     until(lambda: not nodes_of(remote)[0].in_flight)
 
 
@@ -463,7 +463,7 @@ def test_without_retries_a_node_gets_the_whole_deadline(two, connect):
         small.store.gate.clear()
     spent = connect(*[url for _, url in two], attempt_s=0.05, budget=RetryBudget(0))
     request = LookupRequest({"item": JaggedKeys(np.array([15]), 1)}, time.monotonic() + 60)
-    asked = spent.submit(request)
+    pending = spent.submit(request)
     refused = connect(*[url for _, url in two], attempt_s=0.05, retries=0).submit(request)
     with pytest.raises(DeadlineExceeded):  # two nodes are asked, neither answers in time
         connect(*[url for _, url in two], attempt_s=0.05, retries=1).lookup(
@@ -471,7 +471,7 @@ def test_without_retries_a_node_gets_the_whole_deadline(two, connect):
         )
     for small in (first, second):
         small.store.gate.set()
-    for each in (asked, refused):
+    for each in (pending, refused):
         assert each.result(60).vectors["item"].tolist() == [row(15, 2)]
 
 

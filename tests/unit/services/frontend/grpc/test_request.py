@@ -25,7 +25,7 @@ RULES["f"] = InputRule(INTEGERS, is_keys=True)
 RULES["g"] = InputRule(INTEGERS, is_keys=True)
 
 
-def asked(*tensors, **rest):
+def make_request(*tensors, **rest):
     """A request for ``(name, datatype, shape, raw or None)``."""
     request = pb.ModelInferRequest(model_name="m", **rest)
     for name, datatype, shape, raw in tensors:
@@ -58,7 +58,7 @@ arrays = st.sampled_from(sorted(DTYPES)).flatmap(
     st.booleans(),
 )
 def test_raw_tensors_are_parsed(tensors, request_id, versioned):
-    request = asked(
+    request = make_request(
         *((name, name, array.shape, array.tobytes()) for name, array in tensors),
         id=request_id,
         model_version="1" if versioned else "",
@@ -92,30 +92,30 @@ def test_tensors_in_typed_contents_are_parsed(tensors):
 
 def test_repeated_description_is_parsed_once(monkeypatch):
     parser = GrpcRequestParser("m", RULES, 1000)
-    parsed(asked(KEYS), parser)
+    parsed(make_request(KEYS), parser)
     monkeypatch.setattr(module, "_parsed", None)
     other = ("f", "INT64", (1, 2), np.array([7, -8]).tobytes())
-    call = parsed(asked(other, id="another"), parser)
+    call = parsed(make_request(other, id="another"), parser)
     assert call.inputs["f"].tolist() == [7, -8]
     assert call.id == "another"
     with pytest.raises(TypeError):  # another description
-        parsed(asked(("f", "INT64", (2, 1), KEYS[3])), parser)
+        parsed(make_request(("f", "INT64", (2, 1), KEYS[3])), parser)
 
 
 def test_number_and_size_of_kept_templates_are_bounded(monkeypatch):
     monkeypatch.setattr(module, "_FORMS_KEPT", 2)
     parser = GrpcRequestParser("m", RULES, 1000)
     for count in range(1, 6):
-        call = parsed(asked(("f", "INT64", (1, count), bytes(8 * count))), parser)
+        call = parsed(make_request(("f", "INT64", (1, count), bytes(8 * count))), parser)
         assert call.form.kept
         assert len(parser._forms) <= 2
-    long = asked(KEYS)
+    long = make_request(KEYS)
     long.parameters["anything"].string_param = "x" * 10_000
     assert not parsed(long, parser).form.kept
 
 
 def test_fields_may_have_any_order():
-    known = asked(KEYS, id="a", model_version="3")
+    known = make_request(KEYS, id="a", model_version="3")
     parts = [
         field(0x3A, KEYS[3]),
         field(0x2A, known.inputs[0].SerializeToString()),
@@ -134,7 +134,7 @@ def test_fields_may_have_any_order():
 
 def test_known_description_before_an_unknown_field_is_parsed_in_full():
     parser = GrpcRequestParser("m", RULES, 1000)
-    message = asked(KEYS).SerializeToString()
+    message = make_request(KEYS).SerializeToString()
     parsed(message, parser)
     at = message.rindex(b"\x3a\x10")
     # Of the same size and still protobuf, but an unknown field instead of the raw tensor.
@@ -144,7 +144,7 @@ def test_known_description_before_an_unknown_field_is_parsed_in_full():
 
 
 def test_parameters_and_outputs_are_parsed():
-    request = asked(KEYS)
+    request = make_request(KEYS)
     request.parameters["timeout"].int64_param = 5
     request.parameters["top_k"].uint64_param = 3
     request.parameters["else"].double_param = 0.5
@@ -157,15 +157,24 @@ def test_parameters_and_outputs_are_parsed():
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        (asked(("x", "INT64", (1,), b"")), "unexpected inference input \"x\" for model 'm'"),
-        (asked(("f", "FP32", (1,), bytes(4))), "data-type is \"FP32\", but model 'm' expects"),
-        (asked(("f", "INT64", (-1,), b"")), "needs a 'shape' of non-negative integers"),
-        (asked(("f", "INT64", [1] * 33, bytes(8))), "at most 32, got"),
-        (asked(KEYS, KEYS), "input 'f' stands twice"),
-        (asked(("f", "INT64", (3,), bytes(16))), r"16 raw bytes, shape \[3\] of INT64 takes 24"),
-        (asked(KEYS, ("g", "INT64", (1,), None)), "expected 2 raw input contents"),
-        (asked(("f", "INT64", (1,), None)), "unexpected number of elements 0 in int64_contents"),
-        (asked(("FP16", "FP16", (1,), None)), "FP16 can only be sent in raw_input_contents"),
+        (make_request(("x", "INT64", (1,), b"")), "unexpected inference input \"x\" for model 'm'"),
+        (
+            make_request(("f", "FP32", (1,), bytes(4))),
+            "data-type is \"FP32\", but model 'm' expects",
+        ),
+        (make_request(("f", "INT64", (-1,), b"")), "needs a 'shape' of non-negative integers"),
+        (make_request(("f", "INT64", [1] * 33, bytes(8))), "at most 32, got"),
+        (make_request(KEYS, KEYS), "input 'f' stands twice"),
+        (
+            make_request(("f", "INT64", (3,), bytes(16))),
+            r"16 raw bytes, shape \[3\] of INT64 takes 24",
+        ),
+        (make_request(KEYS, ("g", "INT64", (1,), None)), "expected 2 raw input contents"),
+        (
+            make_request(("f", "INT64", (1,), None)),
+            "unexpected number of elements 0 in int64_contents",
+        ),
+        (make_request(("FP16", "FP16", (1,), None)), "FP16 can only be sent in raw_input_contents"),
     ],
 )
 def test_errors_name_what_is_wrong(message, error):
@@ -174,15 +183,15 @@ def test_errors_name_what_is_wrong(message, error):
 
 
 def test_invalid_typed_contents_are_rejected():
-    request = asked(("f", "INT32", (1,), None))
+    request = make_request(("f", "INT32", (1,), None))
     request.inputs[0].contents.int64_contents.append(1)
     with pytest.raises(BadRequest, match="belong in int_contents, not in int64_contents"):
         parsed(request)
-    request = asked(("f", "INT8", (1,), None))
+    request = make_request(("f", "INT8", (1,), None))
     request.inputs[0].contents.int_contents.append(300)
     with pytest.raises(BadRequest, match="out of range for INT8"):
         parsed(request)
-    request = asked(KEYS)
+    request = make_request(KEYS)
     request.inputs[0].contents.int64_contents.extend([1, 2])
     with pytest.raises(BadRequest, match="contents field must not be specified"):
         parsed(request)
@@ -198,18 +207,18 @@ def test_invalid_typed_contents_are_rejected():
     ],
 )
 def test_invalid_parameters_are_rejected(kind, name, value):
-    request = asked(KEYS)
+    request = make_request(KEYS)
     setattr(request.parameters[name], kind, value)
     with pytest.raises(BadRequest, match=f"parameter '{name}' must be"):
         parsed(request)
 
 
 def test_unsupported_extensions_are_rejected():
-    request = asked(KEYS)
+    request = make_request(KEYS)
     request.outputs.add(name="a").parameters["classification"].int64_param = 1
     with pytest.raises(BadRequest, match="classification extension is not offered"):
         parsed(request)
-    request = asked(KEYS)
+    request = make_request(KEYS)
     request.outputs.add(name="a")
     request.outputs.add(name="a")
     with pytest.raises(BadRequest, match="output 'a' is requested twice"):
@@ -218,7 +227,7 @@ def test_unsupported_extensions_are_rejected():
 
 def test_too_many_keys_are_rejected():
     with pytest.raises(RequestTooLarge, match="has 4 keys, at most 3"):
-        parsed(asked(KEYS, ("g", *KEYS[1:])), max_keys=3)
+        parsed(make_request(KEYS, ("g", *KEYS[1:])), max_keys=3)
 
 
 @given(st.binary(max_size=60))
@@ -228,7 +237,7 @@ def test_bytes_that_are_no_message_are_rejected(message):
 
 
 def test_truncated_message_is_rejected():
-    message = asked(KEYS, id="a").SerializeToString()
+    message = make_request(KEYS, id="a").SerializeToString()
     for size in range(1, len(message)):
         with suppress(BadRequest):
             assert not parsed(message[:size]).inputs  # cut between two fields

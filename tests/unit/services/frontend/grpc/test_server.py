@@ -387,19 +387,19 @@ def test_stream_ends_when_its_callers_key_expires(serve, tmp_path, monkeypatch):
     file.write_text(entry.format("web") + entry.format("other"))
     file.chmod(0o600)
     keys_of = guard(load_api_keys(AuthSettings(mode="api_key", keys_file=file)))
-    asked = queue.Queue()
+    requests = queue.Queue()
     with grpc.insecure_channel(serve(keys_of).server.url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         answers = stub.ModelStreamInfer(
-            iter(asked.get, None), metadata=[("x-api-key", "web-secret-000001")]
+            iter(requests.get, None), metadata=[("x-api-key", "web-secret-000001")]
         )
-        asked.put(pb.ModelInferRequest(model_name="none"))
+        requests.put(pb.ModelInferRequest(model_name="none"))
         assert "is not found" in next(answers).error_message
         file.write_text(entry.format("other"))
-        asked.put(pb.ModelInferRequest(model_name="none"))
+        requests.put(pb.ModelInferRequest(model_name="none"))
         with pytest.raises(grpc.RpcError) as caught:
             next(answers)
-        asked.put(None)
+        requests.put(None)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -572,16 +572,16 @@ def test_message_size_is_bounded(serve):
 def test_accepted_calls_are_answered_during_shutdown(serve, small, monkeypatch):
     server = serve()
     small.store.gate.clear()
-    asked = threading.Event()
+    fetching = threading.Event()
     fetch = small.store.fetch
-    monkeypatch.setattr(small.store, "fetch", lambda *args: (asked.set(), fetch(*args)))
+    monkeypatch.setattr(small.store, "fetch", lambda *args: (fetching.set(), fetch(*args)))
     answers = queue.Queue()
     with triton.InferenceServerClient(server.server.url) as client:
         waiting = [keys("left", 12)]
         client.async_infer(
             "words.lookup", waiting, lambda result, error: answers.put(result or error)
         )
-        assert asked.wait(60)
+        assert fetching.wait(60)
         server.stop()
         small.store.gate.set()
         assert isinstance(answers.get(timeout=60), triton.InferResult)

@@ -69,10 +69,10 @@ class Grpc:
         ]
         with triton.InferenceServerClient(self._url) as client:
             try:
-                told = client.infer(model, inputs, headers=headers, request_id=request_id)
+                answer = client.infer(model, inputs, headers=headers, request_id=request_id)
             except InferenceServerException as error:
                 return error.status(), None
-        return 200, told.get_response().id or None
+        return 200, answer.get_response().id or None
 
 
 @pytest.fixture(params=[Http, Grpc], ids=["http", "grpc"])
@@ -121,7 +121,7 @@ class Recording(GRPCInferenceServiceServicer):
     """A Triton that scores everything 1, and records the metadata of its requests."""
 
     def __init__(self):
-        self.told = []
+        self.received = []
 
     def ModelMetadata(self, request, context):
         answer = pb.ModelMetadataResponse(name=request.name)
@@ -135,7 +135,7 @@ class Recording(GRPCInferenceServiceServicer):
         return pb.ModelConfigResponse()
 
     def ModelInfer(self, request, context):
-        self.told.append((request.id, dict(context.invocation_metadata())["traceparent"]))
+        self.received.append((request.id, dict(context.invocation_metadata())["traceparent"]))
         answer = pb.ModelInferResponse(model_name=request.model_name)
         for name, shape in {"score": [1, 1], "logit": [1]}.items():
             answer.outputs.add(name=name, datatype="FP32", shape=shape)
@@ -174,10 +174,10 @@ def test_trace_continues_from_the_client_to_triton(small, serve, spans, recordin
     chain = ["mine", "infer ctr", "dense", "triton_infer"]
     for above, below in pairwise(chain):
         assert found[below].parent.span_id == found[above].context.span_id
-    ((request_id, told),) = recording.told
+    ((request_id, traceparent),) = recording.received
     assert request_id == "r-7"
-    assert told[3:35] == f"{mine.get_span_context().trace_id:032x}"
-    assert told[36:52] == f"{found['triton_infer'].context.span_id:016x}"
+    assert traceparent[3:35] == f"{mine.get_span_context().trace_id:032x}"
+    assert traceparent[36:52] == f"{found['triton_infer'].context.span_id:016x}"
 
 
 def test_trace_continues_at_the_lookup_node(small, serve, spans):
@@ -230,9 +230,9 @@ def test_requests_are_logged_with_their_trace(infer, small, caplog):
     infer("words.lookup", {"left": np.array([[1], [99]])}, NAMED)
     infer("words.lookup", {"left": np.array([[1]])}, {})
     infer("words.lookup", {"lift": np.array([[1]])}, NAMED)
-    told = [record.args for record in caplog.records if record.name == "hps.access"]
-    assert [each["request_id"] for each in told] == ["r-1", told[1]["request_id"], "r-1"]
-    assert len(told[1]["request_id"]) == 16
-    assert (told[0]["keys"], told[0]["misses"]) == (2, 1)
-    assert told[0]["trace_id"] == CALLER[3:35]
-    assert "unexpected inference input" in told[2]["error"]
+    logged = [record.args for record in caplog.records if record.name == "hps.access"]
+    assert [each["request_id"] for each in logged] == ["r-1", logged[1]["request_id"], "r-1"]
+    assert len(logged[1]["request_id"]) == 16
+    assert (logged[0]["keys"], logged[0]["misses"]) == (2, 1)
+    assert logged[0]["trace_id"] == CALLER[3:35]
+    assert "unexpected inference input" in logged[2]["error"]

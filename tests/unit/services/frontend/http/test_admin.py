@@ -113,13 +113,13 @@ def test_each_route_requires_its_role(small, call, error, key_guard):
 
 
 def test_hot_keys_are_listed(small, admin, call, monkeypatch):
-    asked = []
+    calls = []
     monkeypatch.setattr(
-        type(small.node), "hot_keys", lambda _, *reported: asked.append(reported) or [1]
+        type(small.node), "hot_keys", lambda _, *reported: calls.append(reported) or [1]
     )
     assert call(admin, "GET", "/v1/hotkeys?model=ctr&table=items&limit=1").json() == {"tables": [1]}
     call(admin, "GET", "/v1/hotkeys")
-    assert asked == [("ctr", "items", 1), (None, None, 20)]
+    assert calls == [("ctr", "items", 1), (None, None, 20)]
     monkeypatch.undo()
     assert call(admin, "GET", "/v1/hotkeys?model=ctr&table=nope").status_code == 404
     assert call(admin, "GET", "/v1/hotkeys?limit=0").status_code == 400

@@ -67,13 +67,13 @@ def test_requests_of_other_sites_pages_are_rejected(call, small, key_guard, guar
     key = {"x-api-key": "a" * 16}
     unload = admin, "POST", "/v2/repository/models/ctr/unload"
     infer = data, "POST", "/v2/models/words.lookup/infer"
-    for asked in (unload, infer):
+    for request in (unload, infer):
         for origin in ("http://evil.example", "https://x:8000", "http://x.evil.example", "null"):
-            assert call(*asked, headers={"origin": origin, **key}).status_code == 403
+            assert call(*request, headers={"origin": origin, **key}).status_code == 403
         for headers in ({"origin": "http://x"}, {"origin": "HTTP://X"}, {}):
-            assert call(*asked, headers={**headers, **key}).status_code != 403
+            assert call(*request, headers={**headers, **key}).status_code != 403
         for site, refused in (("same-origin", False), ("same-site", True), ("cross-site", True)):
             # The host is the name by which a proxy calls this server.
             headers = {"origin": "https://hps.example", "sec-fetch-site": site}
-            answer = call(*asked, headers={**headers, **key})
+            answer = call(*request, headers={**headers, **key})
             assert (answer.status_code == 403) == refused

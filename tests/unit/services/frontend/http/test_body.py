@@ -39,10 +39,10 @@ class Source:
         self.chunks = list(chunks)
         self.gone = gone
         self.more = more
-        self.asked = 0
+        self.reads = 0
 
     async def __call__(self):
-        self.asked += 1
+        self.reads += 1
         if not self.chunks:
             if self.gone:
                 return {"type": "http.disconnect"}
@@ -74,14 +74,14 @@ def test_announced_length_beyond_the_limit_is_rejected_unread():
     source = Source(b"x" * 101)
     with pytest.raises(RequestTooLarge, match="has 101 bytes, at most 100 are taken"):
         read(source, content_length="101")
-    assert source.asked == 0
+    assert source.reads == 0
 
 
 def test_chunked_body_is_rejected_when_it_exceeds_the_limit():
     source = Source(*[b"x" * 40] * 1000)
     with pytest.raises(RequestTooLarge, match="at least 120 bytes"):
         read(source)
-    assert source.asked == 3
+    assert source.reads == 3
 
 
 def test_stalled_body_times_out():
@@ -213,7 +213,7 @@ def test_compressed_answers_are_decompressible(size):
 def test_rest_of_a_rejected_body_is_discarded():
     source = Source(*[b"x"] * 50)
     asyncio.run(discard(source))
-    assert source.asked == 50
+    assert source.reads == 50
     source = Source(b"x", gone=True)
     asyncio.run(discard(source))
-    assert source.asked == 2
+    assert source.reads == 2

@@ -300,10 +300,10 @@ def test_callers_role_is_checked_for_each_request(small, http, connect):
     async def scenario():
         guard = Moody()
         protocol, wire = connect(small.app(guard=guard))
-        asked = http.binary([1, 2], more="X-API-Key: k\r\n")
-        await http.read(protocol, asked)
+        request = http.binary([1, 2], more="X-API-Key: k\r\n")
+        await http.read(protocol, request)
         guard.allowed = False
-        await http.read(protocol, asked)
+        await http.read(protocol, request)
         await http.until(lambda: wire.statuses == [200, 401])
 
     http.run(scenario)

@@ -13,14 +13,14 @@ def test_thread_and_its_children_get_short_slices():
     if not slice_ns():
         pytest.skip("this kernel knows no slices of a thread's own")
 
-    def asked() -> tuple[int, int]:
+    def slices() -> tuple[int, int]:
         request_short_slices()
         with ThreadPoolExecutor(1) as child:
             return slice_ns(), child.submit(slice_ns).result()
 
     before = slice_ns()
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(asked).result() == (SLICE_NS, SLICE_NS)
+        assert pool.submit(slices).result() == (SLICE_NS, SLICE_NS)
     assert slice_ns() == before
 
 

@@ -173,12 +173,12 @@ def test_calls_of_unknown_callers_are_rejected_before_their_message(serve, key_g
 
 def test_api_key_is_checked_once_per_call(serve, key_guard, monkeypatch):
     monkeypatch.setattr(module, "_RECHECK_S", 600.0)
-    asked = []
+    checks = []
     check = key_guard.check
-    monkeypatch.setattr(key_guard, "check", lambda *args: (asked.append(1), check(*args))[1])
+    monkeypatch.setattr(key_guard, "check", lambda *args: (checks.append(1), check(*args))[1])
     with triton.InferenceServerClient(serve(key_guard).server.url) as client:
         client.infer("words.lookup", [keys("left", 1)], headers={"x-api-key": "r" * 16})
-        assert len(asked) == 1
+        assert len(checks) == 1
     monkeypatch.setattr(probe, "is_supported", lambda: False)  # on a thread, which checks it again
     with triton.InferenceServerClient(serve(key_guard).server.url) as client:
         client.infer("words.lookup", [keys("left", 1)], headers={"x-api-key": "r" * 16})
@@ -384,11 +384,11 @@ def test_rejection_of_a_caller_stays_although_its_key_becomes_valid(
     url, made = serve(key_guard).server.url, []
     monkeypatch.setattr("services.frontend.grpc.service.load", lambda *args: made.append(args))
     check = key_guard.check
-    asked = []
+    calls = []
 
     def once(*args):
-        asked.append(1)
-        if len(asked) == 1:
+        calls.append(1)
+        if len(calls) == 1:
             return check(*args)
         return "somebody"
 
@@ -432,11 +432,11 @@ def test_answers_that_the_client_does_not_read_are_dropped(serve, monkeypatch, l
     server = serve()
     state = server.server._server._state
     values = [1] * 1900  # one frame of request, more than 16 KiB of answer
-    asked = pb.ModelInferRequest(model_name="words.lookup")
-    asked.inputs.add(name="left", datatype="INT64", shape=[len(values), 1])
-    asked.raw_input_contents.append(np.array(values).tobytes())
-    with closing(Http2Client(server.server.url)) as deaf:
-        deaf.call(f"/{SERVICE}/ModelInfer", asked.SerializeToString())
+    request = pb.ModelInferRequest(model_name="words.lookup")
+    request.inputs.add(name="left", datatype="INT64", shape=[len(values), 1])
+    request.raw_input_contents.append(np.array(values).tobytes())
+    with closing(Http2Client(server.server.url)) as stalled:
+        stalled.call(f"/{SERVICE}/ModelInfer", request.SerializeToString())
         noted = server.server.acceptor.slow_readers._answers
         until(lambda: noted)
         with triton.InferenceServerClient(server.server.url) as client:
