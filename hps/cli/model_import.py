@@ -115,7 +115,7 @@ def _import(plan: ImportPlan, options: ImportOptions) -> _ImportedVersion:
     """Write one version. Raises ConfigError, ModelError."""
     from hps.cli.model_options import check_wiring, pairs
     from hps.cli.progress import ConsoleProgress
-    from hps.models.importers import import_model
+    from hps.models.importers import ImportSettings, import_model
 
     model = options.name or (plan.spec.name if plan.spec else plan.source.stem)
     spec = _spec(plan, model, options)
@@ -124,13 +124,15 @@ def _import(plan: ImportPlan, options: ImportOptions) -> _ImportedVersion:
         options.repository,
         model,
         plan,
-        version=options.version,
+        ImportSettings(
+            options.version,
+            options.dense,
+            pairs("--metadata", options.metadata, "KEY=VALUE"),
+            allow_nan=options.allow_nan,
+            replace=options.replace,
+            replace_spec=options.replace_spec,
+        ),
         spec=spec,
-        dense=options.dense,
-        metadata=pairs("--metadata", options.metadata, "KEY=VALUE"),
-        allow_nan=options.allow_nan,
-        replace=options.replace,
-        replace_spec=options.replace_spec,
         progress=ConsoleProgress(),
     )
     return _ImportedVersion(model, int(folder.name), folder, plan)

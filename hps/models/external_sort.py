@@ -33,6 +33,7 @@ Codes = NDArray[np.uint64]
 Chunk = tuple[Codes, NDArray[np.float32]]
 Task = Callable[[], AbstractContextManager[Callable[[int], None]]]
 T = TypeVar("T")
+_PrefetchQueue = Queue[tuple[T | None, BaseException | None]]
 
 # The most rows sorted in memory: sorting takes 32 bytes per row at its peak, 384 MB in total.
 SORT_ROWS = 12_000_000
@@ -202,31 +203,9 @@ def _cacheable_bytes() -> int:
 
 def prefetch(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     """Iterate on a separate thread, up to ``depth`` items ahead of the consumer."""
-    queue: Queue[tuple[T | None, BaseException | None]] = Queue(depth)
+    queue: _PrefetchQueue[T] = Queue(depth)
     stop = Event()
-
-    def put(item: T | None, error: BaseException | None) -> None:
-        while not stop.is_set():
-            with suppress(Full):
-                queue.put((item, error), timeout=0.1)
-                return
-
-    def produce() -> None:
-        iterator = iter(items)
-        try:
-            for item in iterator:
-                put(item, None)
-                if stop.is_set():
-                    break
-            else:
-                put(None, None)
-        except BaseException as error:  # passed to the consumer
-            put(None, error)
-        finally:
-            if close := getattr(iterator, "close", None):
-                close()
-
-    thread = Thread(target=produce, name="hps-ahead", daemon=True)
+    thread = Thread(target=_produce, args=(items, queue, stop), name="hps-ahead", daemon=True)
     thread.start()
     try:
         while True:
@@ -242,3 +221,28 @@ def prefetch(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
             while True:
                 queue.get_nowait()
         thread.join()
+
+
+def _produce(items: Iterable[T], queue: _PrefetchQueue[T], stop: Event) -> None:
+    """Put the items, then the end (None) or an error, into the queue until ``stop`` is set."""
+    iterator = iter(items)
+    try:
+        for item in iterator:
+            _put(queue, (item, None), stop)
+            if stop.is_set():
+                return
+        _put(queue, (None, None), stop)
+    except BaseException as error:  # raised by the consumer
+        _put(queue, (None, error), stop)
+    finally:
+        if close := getattr(iterator, "close", None):
+            close()
+
+
+def _put(
+    queue: _PrefetchQueue[T], entry: tuple[T | None, BaseException | None], stop: Event
+) -> None:
+    while not stop.is_set():
+        with suppress(Full):
+            queue.put(entry, timeout=0.1)
+            return

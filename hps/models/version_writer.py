@@ -37,6 +37,7 @@ Chunk = tuple[Any, Any]
 Source = Chunk | Iterable[Chunk]
 
 
+# The documented Python API: callers name the few arguments that they need.
 def write_version(
     root: Path | str,
     spec: ModelSpec,
@@ -50,12 +51,11 @@ def write_version(
     replace_spec: bool = False,
     progress: Callable[[int], None] = lambda _rows: None,
 ) -> Path:
-    """Write one version and return its folder.
+    """Write one version and return its folder. Raises ModelError.
 
     ``tables``: per table of ``spec`` either ``(keys (n,), vectors (n, dim))`` or an iterable of such
     chunks, which is streamed. ``replace``: an existing version may be replaced. ``replace_spec``: a
-    ``model.yaml`` with other contents may be replaced. ``progress`` gets the rows of each step. Raises
-    ModelError."""
+    ``model.yaml`` with other contents may be replaced. ``progress`` gets the rows of each step."""
     model = Path(root) / spec.name
     _check_contents(spec, tables, dense)
     _check_version(model, spec, version, replace=replace, replace_spec=replace_spec)
@@ -63,22 +63,18 @@ def write_version(
     described = (model / SPEC_FILE).is_file()
     make_folder(model)
     clean_leftovers(model)
+    final = model / str(version)
     with hidden_folder(model, version) as folder:
-        entries = {
-            t.name: _write_table(folder / TABLES_FOLDER / t.name, t, tables[t.name], progress)
-            for t in spec.tables
-        }
         manifest = Manifest(
             model=spec.name,
             version=version,
             created=manifest_time(),
-            tables=entries,
+            tables=_write_tables(folder, spec, tables, progress),
             dense=None if dense is None else _write_dense(folder / DENSE_FILE, dense),
             metadata=dict(metadata or {}),
             watermark={topic: dict(offsets) for topic, offsets in (watermark or {}).items()},
         )
         _finish(folder, manifest)
-        final = model / str(version)
         publish_version(folder, final, replace=replace or not described)
         write_spec(model, spec)
     return final
@@ -125,6 +121,15 @@ def _check_version(
             f"{model / SPEC_FILE} differs from the description of this version; versions of a model "
             "share it. Adopt it, take another model name, or replace it (--replace-spec)"
         )
+
+
+def _write_tables(
+    folder: Path, spec: ModelSpec, tables: Mapping[str, Source], progress: Callable[[int], None]
+) -> dict[str, TableEntry]:
+    return {
+        t.name: _write_table(folder / TABLES_FOLDER / t.name, t, tables[t.name], progress)
+        for t in spec.tables
+    }
 
 
 def _write_table(

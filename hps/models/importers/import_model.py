@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +20,49 @@ from hps.models.version_writer import write_version
 from hps.types import NoProgress, Progress
 
 
+@dataclass(frozen=True, slots=True)
+class ImportSettings:
+    """Settings of an import, besides its tables.
+
+    ``version``: by default the next one. ``dense``: the network's file. ``allow_nan``: NaN and infinite
+    values are accepted. ``replace``, ``replace_spec``: see `write_version`."""
+
+    version: int | None = None
+    dense: Path | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    allow_nan: bool = False
+    replace: bool = False
+    replace_spec: bool = False
+
+
 def import_model(
     root: Path,
     name: str,
     plan: ImportPlan,
+    settings: ImportSettings = ImportSettings(),
     *,
-    version: int | None = None,
     spec: ModelSpec | None = None,
-    dense: Path | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    allow_nan: bool = False,
-    replace: bool = False,
-    replace_spec: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write the plan's tables as a version of model ``name``; return the version's folder.
 
-    ``version``: by default the next one. ``spec``: see `describe`. NaN and infinite values are rejected
-    unless ``allow_nan``. Takes a few blocks of 4 MB of memory, and what the decoder of the source's
-    format needs."""
+    ``spec``: by default that of `describe`. Takes a few blocks of 4 MB of memory, and what the decoder
+    of the source's format needs. Raises ModelError or ConfigError."""
     spec = describe(root, name, plan) if spec is None else spec
     _check_tables(spec, plan)
-    if version is None:
-        version = next_version(root, name)
     shown = progress or NoProgress()
     return write_version(
         root,
         spec,
-        version,
+        next_version(root, name) if settings.version is None else settings.version,
         {
-            table.name: _CheckedChunks(plan.source, table, shown, allow_nan=allow_nan)
+            table.name: _CheckedChunks(plan.source, table, shown, allow_nan=settings.allow_nan)
             for table in plan.tables
         },
-        dense=dense,
-        metadata={"source": plan.source.name, "format": plan.format, **(metadata or {})},
-        replace=replace,
-        replace_spec=replace_spec,
+        dense=settings.dense,
+        metadata={"source": plan.source.name, "format": plan.format, **settings.metadata},
+        replace=settings.replace,
+        replace_spec=settings.replace_spec,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from hps.config.model_schema import FeatureSpec
 from hps.errors import ConfigError, ModelError
-from hps.models.importers import TableChoice, import_model, plan_import
+from hps.models.importers import ImportSettings, TableChoice, import_model, plan_import
 from hps.models.importers.import_model import describe
 from hps.models.repository import Repository
 
@@ -40,7 +40,7 @@ class TestHugeCtr:
             ("items", 16, 10),
             ("users", 4, 10),
         ]
-        folder = import_model(tmp_path / "models", "ctr", plan, metadata={"auc": 1})
+        folder = import_model(tmp_path / "models", "ctr", plan, ImportSettings(metadata={"auc": 1}))
         assert folder == tmp_path / "models/ctr/1"
         keys, vectors = contents(tmp_path / "models", "ctr", "users")
         assert keys == KEYS.tolist()
@@ -344,7 +344,7 @@ class TestDescription:
         plan = plan_import(tmp_path / "t.npz")
         with pytest.raises(ModelError, match=r"row 0 \(key 0\).*--allow-nan"):
             import_model(tmp_path / "models", "m", plan)
-        import_model(tmp_path / "models", "m", plan, allow_nan=True)
+        import_model(tmp_path / "models", "m", plan, ImportSettings(allow_nan=True))
         assert np.isnan(contents(tmp_path / "models", "m", "w")[1][1, 0])
 
     def test_progress_counts_every_row(self, tmp_path, npz):
