@@ -251,10 +251,10 @@ def _checks(
 def _verified(
     store: RedisRows | RocksDbRows, models: ConfiguredModels, table: EmbeddingTable
 ) -> tuple[str, str]:
-    from hps.rows.compare import compare
+    from hps.rows.compare import compare_present
 
     with work():
-        found = compare(store, models.files(table), table, ConsoleProgress(), extra=False)
+        found = compare_present(store, models.files(table), table, ConsoleProgress())
     since = [f"{found.counts[k]:,} {k} since" for k in ("newer", "deleted") if found.counts[k]]
     text = ", ".join([f"{found.equal:,} of {found.compared:,} as in the files", *since])
     if not found.differs(("newer", "deleted")):

@@ -53,32 +53,42 @@ def compare(
     *,
     other: EmbeddingTable | None = None,
     sample: KeyArray | None = None,
-    extra: bool = True,
 ) -> TableDifference:
     """Compare ``store`` with ``against``, which may have another object for the table (``other``).
 
     ``sample (n,)``: compare only these keys of the table; about as many rows of ``store`` are looked up
-    in ``against``. Without ``extra``, rows that only ``store`` has are not searched for. Takes a few
-    hundred MB at most. Rows that are written during the comparison may or may not be reported."""
+    in ``against``. Takes a few hundred MB at most. Rows that are written during the comparison may or may
+    not be reported."""
+    difference = compare_present(store, against, table, progress, other=other, sample=sample)
+    total = store.entries(table) if sample is None else len(sample)
+    here = store.scan(table) if sample is None else store.sample(table, sample)
+    with progress.task(f"searching rows of {table.name} that only the store has", total) as step:
+        for keys in against.missing_keys(other or table, _keys(here, step)):
+            difference._note("extra", keys)
+    return difference
+
+
+def compare_present(
+    store: RowSource,
+    against: RowSource,
+    table: EmbeddingTable,
+    progress: Progress,
+    *,
+    other: EmbeddingTable | None = None,
+    sample: KeyArray | None = None,
+) -> TableDifference:
+    """Do as `compare`, but do not search for rows that only ``store`` has."""
     other = other or table
-    found = TableDifference(table.name, sampled=sample is not None)
+    difference = TableDifference(table.name, sampled=sample is not None)
     theirs = against.scan(other) if sample is None else against.sample(other, sample)
     versioned = store.versioned and against.versioned
     total = against.entries(other) if sample is None else len(sample)
     with progress.task(f"comparing {table.name}", total) as step:
         for rows in theirs:
             ours = store.get(table, rows.keys)
-            _compare(found, rows, ours, versioned=versioned, uniform=against.uniform)
+            _compare(difference, rows, ours, versioned=versioned, uniform=against.uniform)
             step(len(rows.keys))
-    if extra:
-        total = store.entries(table) if sample is None else len(sample)
-        here = store.scan(table) if sample is None else store.sample(table, sample)
-        with progress.task(
-            f"searching rows of {table.name} that only the store has", total
-        ) as step:
-            for keys in against.missing_keys(other, _keys(here, step)):
-                found._note("extra", keys)
-    return found
+    return difference
 
 
 def _keys(parts: Iterable[TableRows], step: Callable[[int], None]) -> Iterator[KeyArray]:
@@ -88,7 +98,12 @@ def _keys(parts: Iterable[TableRows], step: Callable[[int], None]) -> Iterator[K
 
 
 def _compare(
-    found: TableDifference, theirs: TableRows, ours: StoredKeys, *, versioned: bool, uniform: bool
+    difference: TableDifference,
+    theirs: TableRows,
+    ours: StoredKeys,
+    *,
+    versioned: bool,
+    uniform: bool,
 ) -> None:
     """Record the differences of ``ours`` from ``theirs``, which have the same keys."""
     same = ours.found.copy()
@@ -97,13 +112,13 @@ def _compare(
     older = dated & (ours.versions < theirs.versions)
     newer = dated & (ours.versions > theirs.versions)
     equal = same & ~older & ~newer
-    found.compared += len(theirs.keys)
-    found.equal += int(equal.sum())
-    found._note("missing", theirs.keys[~ours.found & ~ours.deleted])
-    found._note("deleted", theirs.keys[ours.deleted])
-    found._note("older", theirs.keys[older])
-    found._note("newer", theirs.keys[newer])
-    found._note("other", theirs.keys[ours.found & ~equal & ~older & ~newer])
+    difference.compared += len(theirs.keys)
+    difference.equal += int(equal.sum())
+    difference._note("missing", theirs.keys[~ours.found & ~ours.deleted])
+    difference._note("deleted", theirs.keys[ours.deleted])
+    difference._note("older", theirs.keys[older])
+    difference._note("newer", theirs.keys[newer])
+    difference._note("other", theirs.keys[ours.found & ~equal & ~older & ~newer])
 
 
 def same_bits(one: NDArray[np.generic], other: NDArray[np.generic]) -> NDArray[np.bool_]:
