@@ -25,7 +25,14 @@ from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.measure import Spread, alternate, ratio
 from hps.native import twin_codec
 from hps.tiers.positions import TableChanges
-from hps.updates.codec import decode_hps, decode_native, encode_hps, encode_native
+from hps.updates.codec import (
+    ConsumerRecords,
+    MessageAttributes,
+    decode_hps,
+    decode_native,
+    encode_hps,
+    encode_native,
+)
 
 ROWS, DIM = 16_384, 32
 SIZES = {"256 KiB": 256 << 10, "4 KiB": 4 << 10}
@@ -74,7 +81,7 @@ def sides(
     def encode() -> list[bytes]:
         if kind == "hps":
             return encode_hps(keys, vectors, full=full)
-        return encode_native("model/table", changes, event_ms=1, full=full)
+        return encode_native("model/table", changes, MessageAttributes(1), full=full)
 
     messages = encode()
     at = np.arange(len(messages))
@@ -87,7 +94,7 @@ def sides(
         "NumPy": lambda: twin_codec.decode_native(messages, 1 << 30),
     }
     if kind == "hps":
-        calls["decode"] = lambda: decode_hps(messages, "table", DIM, timestamps_ms=at, offsets=at)
+        calls["decode"] = lambda: decode_hps(ConsumerRecords(messages, at, at), "table", DIM)
         calls["NumPy"] = lambda: numpy_decode_hps(messages)
         calls["struct"] = lambda: struct_decode_hps(messages)
     times = {"struct": 1, "NumPy": 4 if quick else 10}

@@ -38,8 +38,8 @@ from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, make_version
-from hps.updates.cache_writer import CacheWriter
-from hps.updates.codec import decode_native, encode_native
+from hps.updates.cache_writer import CacheWriter, PromotionSources
+from hps.updates.codec import MessageAttributes, decode_native, encode_native
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import UpdateBatch
 from hps.updates.stream_positions import FedStore, StoreStreamPositions
@@ -83,7 +83,7 @@ class UpdatePath:
             stack.callback(self.cache.close)
             rows = np.zeros((len(resident), table.dim), np.float32)
             self.cache.insert(table, resident, rows, np.ones(len(resident), np.uint64))
-            writer = CacheWriter(self.cache, [self.store], 1)
+            writer = CacheWriter(self.cache, PromotionSources([self.store]), 1)
             stack.callback(writer.close)
             topics = TopicTables([table], lambda _model: True)
             self.ingestor = Ingestor(
@@ -209,7 +209,9 @@ def _rounds(
         for at in range(0, count, MESSAGE):
             part = slice(at, at + MESSAGE)
             changes = TableChanges(chosen[part], vectors[part], stamps[part], *nothing)
-            messages += encode_native(table_name(table), changes, event_ms=_MADE_MS, full=1 << 20)
+            messages += encode_native(
+                table_name(table), changes, MessageAttributes(_MADE_MS), full=1 << 20
+            )
         records = np.zeros(count, record)
         records["key"] = chosen.view(np.uint64) ^ np.uint64(1 << 63)
         records["version"], records["row"] = stamps, vectors

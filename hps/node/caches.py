@@ -73,16 +73,13 @@ class NodeCaches:
             self.statuses.append(self.in_memory)
         if on_gpu is not None:
             self.statuses.append(on_gpu)
-        promoted = self._stores.promotion_sources
         self._writer = CacheWriter(
             # The CPU cache first, so that a row promoted from it is never older than the GPUs' row.
             TierChain([cache.tier for cache in reversed(self.statuses)]),
-            promoted.tiers,
+            self._stores.promotion_sources,
             self._settings.updates.promote_queue_keys,
             partial(count_promotion, self._metrics, Source.CPU.name.lower()),
             self._stores.promote_missing,
-            own=promoted.own,
-            own_first=promoted.own_first,
         )
         self._resources.callback(self._writer.close)
         if self.in_memory is not None and on_gpu is not None:

@@ -27,7 +27,7 @@ from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis import RedisTier
 from hps.tiers.wrappers import GuardedTier, PromotingTier, TierWrapper
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, VectorArray, VersionArray
-from hps.updates.cache_writer import CacheWriter
+from hps.updates.cache_writer import CacheWriter, PromotionSources
 from hps.updates.stream_positions import FedStore
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class SharedRedis:
         if below and chosen.cache_missed_embeddings:
             self._writer = CacheWriter(
                 _PromotionTarget(redis),
-                below,
+                PromotionSources(below),
                 settings.updates.promote_queue_keys,
                 partial(count_promotion, metrics, redis.info.name),
             )

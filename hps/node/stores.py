@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from hps.tiers.chain import TierChain
 from hps.tiers.single_flight import SingleFlight
 from hps.tiers.wrappers import GuardedTier, MeteredTier
 from hps.types import EmbeddingTable, KeyArray, Progress
+from hps.updates.cache_writer import PromotionSources
 from hps.updates.followed_store import FollowedStore
 from hps.updates.stream_positions import FedStore
 
@@ -37,18 +38,6 @@ if TYPE_CHECKING:
     from hps.tiers.rocksdb import CheckpointFolder, RocksDbTier
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PromotionSources:
-    """The ``tiers`` that promotions into the caches read, fastest first.
-
-    ``own``: the one that has every update before the caches receive it, if any; ``own_first``: of rows
-    with equal versions its row is taken."""
-
-    tiers: Sequence[Tier]
-    own: Tier | None
-    own_first: bool
 
 
 class NodeStores:
@@ -188,7 +177,7 @@ class NodeStores:
             tiers[at] = followed
             own = None if followed.info.shared else followed
         reads = self._settings.updates.kafka or self._settings.updates.directory
-        return PromotionSources(tiers, own, reads is not None)
+        return PromotionSources(tuple(tiers), own, reads is not None)
 
     def _follow(self) -> FollowedStore | None:
         """Return the store to follow: RocksDB where it follows a primary, else Redis."""

@@ -21,7 +21,7 @@ from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
 from hps.updates.kafka.end_offsets import PendingMessages
-from hps.updates.kafka.hps_group import HpsProgress, hps_group
+from hps.updates.kafka.hps_group import HpsProgress, ReaderGroup, hps_group
 from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import UpdateSource
@@ -160,13 +160,11 @@ class StreamReaders:
             positions = followed.positions(topics.readers, self._contained, other_writer)
         source = KafkaSource(
             settings,
-            group,
+            ReaderGroup(group, hps_group(fed_by), member),
             topics,
             positions,
             StreamMeter(self._metrics, group),
-            member=member,
             since_s=None if hps is None else time.time() - _OVERLAP_S,
-            hps=hps_group(fed_by),
         )
         dead_letters = DeadLetterTopic(settings, self._kept)
         self._generation.callback(dead_letters.close)

@@ -59,30 +59,36 @@ class _CacheChange:
     done: Future[None]
 
 
-class CacheWriter:
-    """Writes ``caches``; promotes rows from ``stores``, the single stores below, fastest first.
+@dataclass(frozen=True, slots=True)
+class PromotionSources:
+    """The ``stores`` that promotions into the caches read, fastest first; each is asked for every key.
 
-    A promotion asks each store. ``own``: the store that has every update before `update` or `delete` is
-    called; ``own_first``: of rows with equal versions, its row is taken. At most ``queue_keys`` keys
-    are queued for promotion; more are dropped and counted. ``on_missing_above`` must not block.
+    ``own``: the one that has every update before the caches receive it, if any; ``own_first``: of rows
+    with equal versions, its row is taken."""
+
+    stores: Sequence[Tier]
+    own: Tier | None = None
+    own_first: bool = False
+
+
+class CacheWriter:
+    """Writes ``caches``; promotes rows from ``sources``, the single stores below.
+
+    At most ``queue_keys`` keys are queued for promotion; more are dropped and counted.
+    ``on_missing_above`` must not block.
 
     Keys of tables with 32-bit keys are narrowed here. Any thread may call any method."""
 
     def __init__(
         self,
         caches: Tier,
-        stores: Sequence[Tier],
+        sources: PromotionSources,
         queue_keys: int,
         count: Count = lambda _result, _keys: None,
         on_missing_above: MissingAbove = lambda _table, _keys: None,
-        *,
-        own: Tier | None = None,
-        own_first: bool = False,
     ) -> None:
         self._caches = caches
-        self._stores = tuple(stores)
-        self._own = own
-        self._own_first = own_first
+        self._sources = sources
         self.queue_keys = queue_keys
         self._count = count
         self._on_missing_above = on_missing_above
@@ -276,24 +282,24 @@ class CacheWriter:
         newest, unsure = Part.make(table, keys), np.zeros(len(keys), bool)
         known = np.zeros(len(keys), bool)
         skipped, missing_above = False, keys[:0]
-        for store in self._stores:
+        for store in self._sources.stores:
             part, ctx = Part.make(table, keys), FetchContext()
             store.fetch([part], ctx)
             if ctx.degraded:
                 skipped = True
-                if self._own is None or store is self._own:
+                if self._sources.own is None or store is self._sources.own:
                     unsure[part.missing] = True
             answered = np.ones(len(keys), bool)
             answered[part.missing] = False
             newer = answered & (~known | (part.versions > newest.versions))
-            if self._own_first and store is self._own:
+            if self._sources.own_first and store is self._sources.own:
                 newer |= answered & (part.versions == newest.versions)
             newest.out[newer] = part.out[newer]
             newest.versions[newer] = part.versions[newer]
             newest.source[newer] = part.source[newer]
             missing_above = keys[~known & (part.source != 0)]
             known |= answered
-        if len(self._stores) > 1 and not skipped and len(missing_above):
+        if len(self._sources.stores) > 1 and not skipped and len(missing_above):
             self._on_missing_above(table, missing_above)
         newest.source[unsure] = 0
         return newest, skipped

@@ -41,6 +41,29 @@ _TOPIC = re.compile(r"hps_et\.([\w-]+)\.([\w-]+)", re.ASCII)
 _NAME = re.compile(r"[\x21-\x7e]{1,65535}")
 
 
+@dataclass(frozen=True, slots=True)
+class MessageAttributes:
+    """Attributes of all rows of a message.
+
+    ``event_ms``: when they were made; ``ttl_s``: their lifetime from then on (0: for ever); ``step``,
+    ``dense_version``: training step and dense network that they belong to (0: none)."""
+
+    event_ms: int
+    ttl_s: int = 0
+    step: int = 0
+    dense_version: int = 0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ConsumerRecords:
+    """Kafka records: payloads, ``timestamps_ms (m,)``, ``offsets (m,)``, and keys if any record has one."""
+
+    payloads: Payloads
+    timestamps_ms: IndexArray
+    offsets: IndexArray
+    keys: Sequence[bytes | None] | None = None
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class DecodedMessages:
     """Decoded messages: ``messages (m,)`` of dtype `MESSAGE`, one per payload.
@@ -81,29 +104,28 @@ def record_versions(timestamps_ms: IndexArray, offsets: IndexArray) -> VersionAr
 
 
 def decode_hps(
-    payloads: Payloads,
+    records: ConsumerRecords,
     table: str,
     dim: int,
     *,
-    timestamps_ms: IndexArray,
-    offsets: IndexArray,
-    keys: Sequence[bytes | None] | None = None,
     key_bits: Literal[32, 64] = 64,
     longest: int = LONGEST,
 ) -> DecodedMessages:
     """Decode messages of the topic of ``table``.
 
-    ``timestamps_ms (m,)``, ``offsets (m,)`` and ``keys`` are Kafka's. ``dim`` is the table's: float32
-    rows of another one are ROW_SIZE."""
+    ``dim`` is the table's: float32 rows of another one are ROW_SIZE."""
+    payloads = records.payloads
     keyed = np.zeros(len(payloads), np.uint8)
-    if keys is not None:
-        keyed = np.fromiter(map(bool, keys), np.uint8, len(payloads))
-    stamps = record_versions(np.asarray(timestamps_ms, np.int64), np.asarray(offsets, np.int64))
-    found, rows, versions, vectors = native.decode_hps(
+    if records.keys is not None:
+        keyed = np.fromiter(map(bool, records.keys), np.uint8, len(payloads))
+    stamps = record_versions(
+        np.asarray(records.timestamps_ms, np.int64), np.asarray(records.offsets, np.int64)
+    )
+    fields, rows, versions, vectors = native.decode_hps(
         payloads, keyed, stamps, key_bits // 8, 4 * dim, longest
     )
-    messages = found.view(MESSAGE)
-    messages["event_ms"] = timestamps_ms
+    messages = fields.view(MESSAGE)
+    messages["event_ms"] = records.timestamps_ms
     nothing = (np.empty(0, np.int64), np.empty(0, np.uint64))
     changes = TableChanges(rows, vectors.view("<f4").reshape(-1, dim), versions, *nothing)
     return DecodedMessages(messages, _updates(messages, [(table, changes)] if len(rows) else []))
@@ -111,13 +133,13 @@ def decode_hps(
 
 def decode_native(payloads: Payloads, *, longest: int = LONGEST) -> DecodedMessages:
     """Decode native messages of any tables."""
-    found, groups = native.decode_native(payloads, longest)
+    fields, groups = native.decode_native(payloads, longest)
     tables = []
     for table, dtype, dim, keys, versions, rows, deleted, deleted_versions in groups:
         vectors = rows.view(DTYPES[dtype]).reshape(-1, dim)
         changes = TableChanges(keys, vectors, versions, deleted, deleted_versions)
         tables.append((table, changes))
-    messages = found.view(MESSAGE)
+    messages = fields.view(MESSAGE)
     return DecodedMessages(messages, _updates(messages, tables))
 
 
@@ -151,22 +173,15 @@ def encode_hps(
 
 
 def encode_native(
-    table: str,
-    changes: TableChanges,
-    *,
-    event_ms: int,
-    ttl_s: int = 0,
-    step: int = 0,
-    dense_version: int = 0,
-    full: int = FULL,
+    table: str, changes: TableChanges, attributes: MessageAttributes, *, full: int = FULL
 ) -> list[bytes]:
     """Encode ``changes`` as native messages of at most ``full`` bytes; rows first, then deletions.
 
-    ``vectors (n, dim)`` are float32 or float16; ``event_ms``: creation time of the rows; ``ttl_s``:
-    their lifetime from then on, 0 for ever; ``step``, ``dense_version``: training step and dense
-    network that they belong to, 0 for none. Raises ValueError for a name that is not printable ASCII
-    without spaces, and for arrays whose shapes do not match. Partitions: see `encode_hps`."""
+    ``vectors (n, dim)`` are float32 or float16. Raises ValueError for a name that is not printable ASCII
+    without spaces, for attributes out of range, and for arrays whose shapes do not match. Partitions: see
+    `encode_hps`."""
     _check_changes(table, changes)
+    event_ms = attributes.event_ms
     if not 0 <= event_ms < LATEST_MS:
         raise ValueError(f"event_ms is out of range: {event_ms} is not Unix time in ms")
     count, gone = len(changes.keys), len(changes.deleted)
@@ -175,7 +190,10 @@ def encode_native(
     row = dim * dtype.itemsize
     space = full - HEADER.size - len(name)
     rows_fit = _fitting(space, 16 + row if count else 16, full)
-    fields = (dim, DTYPES.index(dtype), 0, len(table), event_ms, ttl_s, 0, step, dense_version)
+    fields = (
+        *(dim, DTYPES.index(dtype), 0, len(table), event_ms),
+        *(attributes.ttl_s, 0, attributes.step, attributes.dense_version),
+    )
     keys, versions, vectors, deleted, deleted_versions = map(_bytes_of, _arrays(changes))
     messages = []
     up = down = 0

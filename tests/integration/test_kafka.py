@@ -18,7 +18,7 @@ from hps.observability import metric_names as m
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
-from hps.updates.codec import encode_hps, encode_native, hps_topic
+from hps.updates.codec import MessageAttributes, encode_hps, encode_native, hps_topic
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.dead_letters import DeadLetterReader
 from hps.updates.kafka.hps_group import hps_group
@@ -348,7 +348,7 @@ def test_prefetch_is_bounded_while_the_store_is_slow(broker, model, tmp_path, mo
     keys, rows = np.arange(n), np.ones((n, 2), np.float32)
     versions = np.full(n, make_version(NOW_MS), np.uint64)
     changes = TableChanges(keys, rows, versions, keys[:0], versions[:0])
-    (message,) = encode_native(f"{model}/items", changes, event_ms=NOW_MS)
+    (message,) = encode_native(f"{model}/items", changes, MessageAttributes(NOW_MS))
     with sending(broker) as producer:
         for _ in range(many):
             producer.produce(topic, message)

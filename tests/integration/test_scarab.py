@@ -14,7 +14,7 @@ from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
 from hps.types import EmbeddingTable, NoProgress, Source, version_now
 from hps.updates.cache_warmup import CacheWarmup
-from hps.updates.cache_writer import CacheWriter
+from hps.updates.cache_writer import CacheWriter, PromotionSources
 from hps.updates.hot_key_snapshot import read_hot_keys, write_hot_keys
 from tests.support.memory_tier import MemoryTier
 
@@ -104,7 +104,7 @@ def test_cache_is_as_warm_after_a_restart(trace, store, tmp_path):
 
     began = time.monotonic()
     restarted = CpuCache({TABLE: capacity})
-    writer = CacheWriter(restarted, [store], 1 << 20)
+    writer = CacheWriter(restarted, PromotionSources([store]), 1 << 20)
     keys, _ = read_hot_keys(tmp_path / "hot")[TABLE.id]
     CacheWarmup(writer, NoProgress()).hottest(TABLE, keys, restarted)
     took = time.monotonic() - began

@@ -30,9 +30,10 @@ from hps.tiers.positions import TableChanges
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, NoProgress, make_version
 from hps.updates import Producer
-from hps.updates.codec import decode_native, encode_hps, encode_native, hps_topic
+from hps.updates.codec import MessageAttributes, decode_native, encode_hps, encode_native, hps_topic
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
+from hps.updates.kafka.hps_group import ReaderGroup
 from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.stream_positions import FedStore, StoreStreamPositions
@@ -106,7 +107,7 @@ def feed(broker, store: RocksDbTier, tables: list[EmbeddingTable]) -> None:
     # Where the first of them is, for the others are perhaps not written to.
     positions = StoreStreamPositions([FedStore("rocksdb", store)], lambda _topic: tables[:1])
     observe = StreamMeter(Metrics(), f"g.{model}")
-    source = KafkaSource(settings, f"g.{model}", topics, positions, observe)
+    source = KafkaSource(settings, ReaderGroup.of(f"g.{model}"), topics, positions, observe)
     positions = StoreStreamPositions([FedStore("rocksdb", store)], topics.readers)
     ingestor = Ingestor(
         source,
@@ -282,7 +283,7 @@ def test_dead_letters_are_listed_and_requeued(broker, model, tmp_path):
     row = np.ones((1, 2), np.float32)
     none = (np.empty(0, np.int64), np.empty(0, np.uint64))
     changes = TableChanges(np.array([5]), row, np.array([make_version(10**12)], np.uint64), *none)
-    (unknown,) = encode_native(f"{model}/late", changes, event_ms=10**12)
+    (unknown,) = encode_native(f"{model}/late", changes, MessageAttributes(10**12))
     with Producer(broker.address, model=model, partitions=3) as producer:
         producer.send("items", [1], row)
         producer.send("late", [5], row)

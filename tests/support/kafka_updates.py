@@ -16,10 +16,11 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import TableChanges
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
-from hps.updates.codec import encode_native, hps_topic
+from hps.updates.codec import MessageAttributes, encode_native, hps_topic
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
+from hps.updates.kafka.hps_group import ReaderGroup
 from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.stream_positions import FedStore, StoreStreamPositions
@@ -65,7 +66,7 @@ class Reader:
         group = f"node.{model}"
         observe = StreamMeter(self.metrics, group)
         self.source = KafkaSource(
-            settings, group, topics, positions, observe, member=member, since_s=since_s
+            settings, ReaderGroup.of(group, member), topics, positions, observe, since_s=since_s
         )
         self.ingestor = Ingestor(
             self.source,
@@ -104,7 +105,9 @@ def reading(broker, folder, model: str, **given):
 def source_of(settings: KafkaSettings, topics: TopicTables) -> KafkaSource:
     """A source without a store."""
     group, positions = unique("g"), StoreStreamPositions([], topics.readers)
-    return KafkaSource(settings, group, topics, positions, StreamMeter(Metrics(), group))
+    return KafkaSource(
+        settings, ReaderGroup.of(group), topics, positions, StreamMeter(Metrics(), group)
+    )
 
 
 @contextmanager
@@ -126,5 +129,5 @@ def native(
         changes = TableChanges(none[0], row[:0], none[1], np.array([key]), version)
     else:
         changes = TableChanges(np.array([key]), row, version, *none)
-    (message,) = encode_native(f"{model}/{table}", changes, event_ms=made_ms)
+    (message,) = encode_native(f"{model}/{table}", changes, MessageAttributes(made_ms))
     return message

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hps.tiers.positions import TableChanges
 from hps.types import KeyArray, VectorArray, VersionArray, make_version
-from hps.updates.codec import encode_native
+from hps.updates.codec import MessageAttributes, encode_native
 
 DIM = 8
 DEFAULT = -1.0
@@ -80,7 +80,7 @@ class UpdateStream:
             changes = TableChanges(
                 keys[up], rows_of(keys[up], up), self.versions(up), keys[down], self.versions(down)
             )
-            for message in encode_native(table, changes, event_ms=self.since_ms):
+            for message in encode_native(table, changes, MessageAttributes(self.since_ms)):
                 yield int(random.integers(partitions)), message
                 if random.random() < _AGAIN:
                     again.append(message)

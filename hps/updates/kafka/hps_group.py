@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import confluent_kafka as ck
 
@@ -10,6 +11,22 @@ from hps.config.update_settings import NODE, KafkaSettings
 from hps.errors import Unavailable
 from hps.tiers.positions import TopicPartition
 from hps.updates.kafka.client import ANSWER_S, client_log, reader_options
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderGroup:
+    """The consumer group of a reader.
+
+    ``member``: the static name of a member; the members share the partitions. None: all partitions are
+    read, and the group only has the committed offsets. ``hps``: HPS's group for the same store."""
+
+    name: str
+    hps: str
+    member: str | None = None
+
+    @staticmethod
+    def of(name: str, member: str | None = None) -> ReaderGroup:
+        return ReaderGroup(name, hps_group(name), member)
 
 
 def hps_group(group: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hps.tiers.positions import StreamPosition
 from hps.tracing import traceparent_of
-from hps.updates.codec import DecodedMessages, decode_hps, decode_native, hps_table
+from hps.updates.codec import ConsumerRecords, DecodedMessages, decode_hps, decode_native, hps_table
 from hps.updates.future_versions import drop_future_versions
 from hps.updates.kafka.client import attempt_of
 from hps.updates.source import DeadLetter, Reason, TableUpdate
@@ -68,16 +68,13 @@ class MessageDecoder:
         table = self._topics.tables.get(name)
         if table is None:
             return None
-        return decode_hps(
+        records = ConsumerRecords(
             payloads,
-            name,
-            table.dim,
-            timestamps_ms=np.array([m.timestamp()[1] for m in messages], np.int64),
-            offsets=np.array([m.offset() for m in messages], np.int64),
-            keys=[message.key() for message in messages],
-            key_bits=table.key_bits,
-            longest=self._longest,
+            np.array([message.timestamp()[1] for message in messages], np.int64),
+            np.array([message.offset() for message in messages], np.int64),
+            [message.key() for message in messages],
         )
+        return decode_hps(records, name, table.dim, key_bits=table.key_bits, longest=self._longest)
 
     def _fault(self, update: TableUpdate) -> Reason | None:
         table = self._topics.tables.get(update.table)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -18,24 +17,11 @@ from hps.native import partition_hash
 from hps.native.twin_codec import DTYPES, LATEST_MS
 from hps.tiers.positions import TableChanges
 from hps.types import IndexArray, KeyArray, VectorArray, VersionArray
-from hps.updates.codec import FULL, encode_hps, encode_native
+from hps.updates.codec import FULL, MessageAttributes, encode_hps, encode_native
 from hps.updates.version_clock import VersionClock
 
 Format = Literal["native", "hps"]
 _EMPTY = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class MessageAttributes:
-    """Attributes of all rows of a call.
-
-    ``event_ms``: when they were made; ``ttl_s``: their lifetime from then on (0: for ever); ``step``,
-    ``dense_version``: training step and dense network that they belong to (0: none)."""
-
-    event_ms: int
-    ttl_s: int = 0
-    step: int = 0
-    dense_version: int = 0
 
 
 def unix_ms(event_time: float | None) -> int:
@@ -132,15 +118,7 @@ def encode(
     Raises BadRequest for fields that the format does not have, and for a row that does not fit a message."""
     try:
         if form == "native":
-            return encode_native(
-                table,
-                changes,
-                event_ms=attributes.event_ms,
-                ttl_s=attributes.ttl_s,
-                step=attributes.step,
-                dense_version=attributes.dense_version,
-                full=full,
-            )
+            return encode_native(table, changes, attributes, full=full)
         if len(changes.deleted):
             raise BadRequest("HPS's format has no deletions; send them in the native format")
         if attributes.ttl_s or attributes.step or attributes.dense_version:

@@ -20,11 +20,11 @@ from typing import Any, Literal, Self
 import confluent_kafka as ck
 
 from hps.errors import BadRequest, ConfigError, HpsError, Unavailable
-from hps.updates.codec import FULL, hps_table, hps_topic
+from hps.tiers.positions import TableChanges
+from hps.updates.codec import FULL, MessageAttributes, hps_table, hps_topic
 from hps.updates.kafka.brokers import Brokers
 from hps.updates.kafka.message_encoder import (
     Format,
-    MessageAttributes,
     check_changes,
     encode,
     split_by_partition,
@@ -60,6 +60,7 @@ class Producer:
 
     Raises Unavailable within ``connect_s`` when no broker responds, ConfigError for wrong options."""
 
+    # The settings are keyword arguments, not an object: trainers call this with two or three of them.
     def __init__(
         self,
         brokers: str,
@@ -77,14 +78,7 @@ class Producer:
         connect_s: float = 5.0,
         options: Mapping[str, str | int | float | bool] | None = None,
     ) -> None:
-        if format not in ("native", "hps"):
-            raise ConfigError(f"format must be native or hps, not {format!r}")
-        if not _NAME.fullmatch(model):
-            raise ConfigError(f"model {model!r}: a name has letters, digits, _ and - only")
-        if not 1 <= partitions <= 100_000:  # librdkafka's limit for a topic
-            raise ConfigError(f"partitions must be from 1 to 100,000, not {partitions}")
-        for name in set(_OURS) & set(options or ()):
-            raise ConfigError(f"options: {name!r} is set by hps itself; remove it")
+        _check_settings(format, model, partitions, options or {})
         self._model, self._format = model, format
         self._groups, self._key_bits, self._full = partitions, key_bits, message_bytes
         self._wait_s = wait_s
@@ -94,13 +88,13 @@ class Producer:
         self._partitions: dict[str, int] = {}
         self._closed = False
         self._brokers = Brokers(brokers, options, connect_s)
+        batch_bytes = max(_BATCH, message_bytes + 1024)  # topics take 1 MiB by default
         own = {
             "enable.idempotence": True,
             "compression.type": compression,
             "linger.ms": linger_ms,
-            # A batch of messages must fit as well; topics take 1 MiB by default.
-            "batch.size": max(_BATCH, message_bytes + 1024),
-            "message.max.bytes": max(_BATCH, message_bytes + 1024),
+            "batch.size": batch_bytes,
+            "message.max.bytes": batch_bytes,
             "queue.buffering.max.kbytes": max(buffer_bytes, 2 * message_bytes) >> 10,
             "message.timeout.ms": round(delivery_s * 1000),
         }
@@ -140,24 +134,7 @@ class Producer:
         if self._format == "hps" and versions is not None:
             raise BadRequest("HPS's format has no versions; leave them out")
         changes = check_changes(keys, rows, versions, deleted, self._clock, attributes.event_ms)
-        native = self._format == "native"
-        topic = native_topic(self._model) if native else hps_topic(self._model, table)
-        name = f"{self._model}/{table}" if native else table
-        deadline = time.monotonic() + self._wait_s
-        count = self._count(topic)
-        parts = [
-            (
-                partition,
-                encode(
-                    self._format, name, some, attributes, key_bits=self._key_bits, full=self._full
-                ),
-            )
-            for partition, some in split_by_partition(changes, self._groups, count)
-        ]
-        for partition, messages in parts:
-            for message in messages:
-                self._produce(topic, partition, message, deadline)
-        self._producer.poll(0)
+        self._send(table, changes, attributes)
         return len(changes.keys) + len(changes.deleted)
 
     def flush(self, timeout_s: float = 30.0) -> None:
@@ -232,6 +209,26 @@ class Producer:
             if self._failed:
                 raise _lost(self._failed, self._failure)
 
+    def _send(self, table: str, changes: TableChanges, attributes: MessageAttributes) -> None:
+        """Encode all of ``changes``, then pass the messages to librdkafka."""
+        native = self._format == "native"
+        topic = native_topic(self._model) if native else hps_topic(self._model, table)
+        name = f"{self._model}/{table}" if native else table
+        deadline = time.monotonic() + self._wait_s
+        parts = [
+            (
+                partition,
+                encode(
+                    self._format, name, part, attributes, key_bits=self._key_bits, full=self._full
+                ),
+            )
+            for partition, part in split_by_partition(changes, self._groups, self._count(topic))
+        ]
+        for partition, messages in parts:
+            for message in messages:
+                self._produce(topic, partition, message, deadline)
+        self._producer.poll(0)
+
     def _produce(self, topic: str, partition: int, message: bytes, deadline: float) -> None:
         while True:
             try:
@@ -275,6 +272,20 @@ class Producer:
                 known = self._brokers.create(self._producer, topic, self._groups)
             self._partitions[topic] = known
         return known
+
+
+def _check_settings(
+    format: str, model: str, partitions: int, options: Mapping[str, object]
+) -> None:
+    """Raise ConfigError for wrong settings of a producer."""
+    if format not in ("native", "hps"):
+        raise ConfigError(f"format must be native or hps, not {format!r}")
+    if not _NAME.fullmatch(model):
+        raise ConfigError(f"model {model!r}: a name has letters, digits, _ and - only")
+    if not 1 <= partitions <= 100_000:  # librdkafka's limit for a topic
+        raise ConfigError(f"partitions must be from 1 to 100,000, not {partitions}")
+    for name in set(_OURS) & set(options):
+        raise ConfigError(f"options: {name!r} is set by hps itself; remove it")
 
 
 def _lost(failed: int, why: str) -> Unavailable:

@@ -23,7 +23,7 @@ from hps.updates.kafka.brokers import kafka_error_text
 from hps.updates.kafka.client import client_log, reader_options
 from hps.updates.kafka.cluster import KafkaCluster, Topic
 from hps.updates.kafka.credentials import SaslCredentials
-from hps.updates.kafka.hps_group import hps_group
+from hps.updates.kafka.hps_group import ReaderGroup
 from hps.updates.kafka.message_decoder import MessageDecoder, traceparents
 from hps.updates.kafka.partition_progress import AssignedPartitions
 from hps.updates.kafka.start_positions import StartPositions
@@ -44,33 +44,29 @@ _READS_NOTHING = "%s reads nothing: no model is served that updates.kafka.models
 
 
 class KafkaSource:
-    """An `UpdateSource` on Kafka.
-
-    ``member``: the static name of a member of ``group``, whose members share the partitions. None: all
-    partitions are read, and ``group`` only has the committed offsets. ``since_s``, ``hps``: see
-    `StartPositions`; ``hps`` defaults to `hps_group`."""
+    """An `UpdateSource` on Kafka. ``since_s``: see `StartPositions`."""
 
     def __init__(
         self,
         settings: KafkaSettings,
-        group: str,
+        group: ReaderGroup,
         topics: TopicTables,
         positions: StreamPositions,
         meter: StreamMeter,
         *,
-        member: str | None = None,
         since_s: float | None = None,
-        hps: str | None = None,
     ) -> None:
-        self._group = group
+        self._group = group.name
         self._topics = topics
-        self._options = {"error_cb": self._report, "group.id": group, **reader_options(settings)}
-        self._is_member = member is not None
+        self._options = {
+            "error_cb": self._report,
+            "group.id": group.name,
+            **reader_options(settings),
+        }
+        self._is_member = group.member is not None
         if self._is_member:
-            self._options.setdefault(_STATIC_ID, member)
-        starts = StartPositions(
-            settings, group, hps or hps_group(group), topics.readers, positions, since_s, meter
-        )
+            self._options.setdefault(_STATIC_ID, group.member)
+        starts = StartPositions(settings, group, topics.readers, positions, since_s, meter)
         self._readings = AssignedPartitions(starts)
         # Applied offsets, not yet committed for Kafka's tools.
         self._uncommitted: dict[TopicPartition, int] = {}
@@ -89,7 +85,7 @@ class KafkaSource:
         self._refresh_s = refresh_ms / 1e3 if refresh_ms > 0 else float("inf")
         if not topics.tables:
             self._assignment.set_topics({})
-            log.warning(_READS_NOTHING, group)
+            log.warning(_READS_NOTHING, self._group)
 
     def _connect(self) -> tuple[ck.Consumer, AllPartitions]:
         try:

@@ -15,7 +15,7 @@ from hps.tiers.positions import TopicPartition
 from hps.updates.kafka.brokers import kafka_error_text
 from hps.updates.kafka.client import ANSWER_S
 from hps.updates.kafka.cluster import KafkaCluster, Topic
-from hps.updates.kafka.hps_group import committed_by, committed_offsets
+from hps.updates.kafka.hps_group import ReaderGroup, committed_by, committed_offsets
 from hps.updates.stream_positions import Readers, StreamPositions
 
 log = logging.getLogger(__name__)
@@ -57,14 +57,13 @@ class StartPositions:
     """Finds the start offsets of one reader; called by its thread.
 
     Where no store has a position, reading starts with the messages of ``since_s`` (Unix seconds), if
-    given, else at the offset of the group ``hps`` (`KafkaSettings.hps_offsets`), or at the first
+    given, else at the offset of HPS's group ``group.hps`` (`KafkaSettings.hps_offsets`), or at the first
     message. A topic that changes none of the ``tables`` has dead letters only, and no store keeps a
     position in it. There reading starts at the offset that the reader's ``group`` has committed:
     letters before it were kept."""
 
     settings: KafkaSettings
-    group: str
-    hps: str
+    group: ReaderGroup
     tables: Readers
     positions: StreamPositions
     since_s: float | None
@@ -187,7 +186,7 @@ class StartPositions:
         if not queried:
             return {}
         try:
-            found = committed_by(consumer, self.group, queried)
+            found = committed_by(consumer, self.group.name, queried)
         except Unavailable as error:
             log.warning("dead letters of unknown tables are kept again: %s", error)
             return {}
@@ -206,12 +205,12 @@ class StartPositions:
         Also returns for each whether earlier messages count as applied."""
         hps: Mapping[TopicPartition, int] = {}
         if self.settings.hps_offsets and self.since_s is None and partitions:
-            hps = committed_offsets(self.settings, self.hps, partitions)
+            hps = committed_offsets(self.settings, self.group.hps, partitions)
         firsts = {}
         for partition in partitions:
             at, end = hps.get(partition), bounds[partition][1]
             if at is not None and at > end:
-                self._note_restart(partition, f"it ends at {end}, before {at} of {self.hps}")
+                self._note_restart(partition, f"it ends at {end}, before {at} of {self.group.hps}")
                 at = None
             jumped = at is not None
             firsts[partition] = (

@@ -14,7 +14,7 @@ from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, MissPolicy, Source, version_now
-from hps.updates.cache_writer import CacheWriter
+from hps.updates.cache_writer import CacheWriter, PromotionSources
 from tests.support.memory_tier import MemoryTier
 from tests.support.waiting import until
 
@@ -34,7 +34,7 @@ class World:
         self.table = EmbeddingTable.make("t", 8, dtype=np.float64, default=-1.0, miss=policy)
         self.store = MemoryTier(TierInfo("rocksdb", Source.ROCKSDB, blocking=True))
         self.cache = CpuCache({self.table: capacity})
-        self.writer = CacheWriter(self.cache, [self.store], 1 << 16)
+        self.writer = CacheWriter(self.cache, PromotionSources([self.store]), 1 << 16)
         self.workers = BoundedThreadPool(2, 1000, name="test", setting="s")
         model = LookupModel(
             "m", 1, {"t": self.table}, {"f": Feature("f", self.table, pooling="none")}

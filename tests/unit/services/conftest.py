@@ -30,7 +30,7 @@ from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.wrappers import MeteredTier
 from hps.types import EmbeddingTable, Source, make_version
-from hps.updates.cache_writer import CacheWriter
+from hps.updates.cache_writer import CacheWriter, PromotionSources
 from services.frontend.auth import Authorizer, guard
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.http.inference_app import InferApp
@@ -148,7 +148,7 @@ def make_small() -> Small:
                 keys = np.arange(first, first + 10)
                 rows = np.array([row(k, table.dim) for k in keys], table.dtype)
                 tier.insert(table, keys, rows, np.full(10, ROW_VERSION, np.uint64))
-    writer = CacheWriter(caches, [store], 1 << 20)
+    writer = CacheWriter(caches, PromotionSources([store]), 1 << 20)
     tiers = [TierStatus(memory, lambda _table: 10), TierStatus(store, lambda _table: 10)]
     metrics = Metrics()
     streams = UpdateStreams([], metrics, ExitStack())

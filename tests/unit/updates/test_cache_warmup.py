@@ -9,7 +9,7 @@ from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.cpu.cache import CpuCache
 from hps.types import EmbeddingTable, Source
 from hps.updates import cache_warmup as warm
-from hps.updates.cache_writer import CacheWriter
+from hps.updates.cache_writer import CacheWriter, PromotionSources
 from tests.support.memory_tier import MemoryTier
 
 TABLE = EmbeddingTable.make("t", 2, dtype=np.float16)
@@ -20,7 +20,7 @@ def world(monkeypatch):
     monkeypatch.setattr(warm, "_CHUNK_ROWS", 64)
     store = MemoryTier(TierInfo("rocksdb", Source.ROCKSDB))
     cache = CpuCache({TABLE: 256})
-    writer = CacheWriter(cache, [store], 32)
+    writer = CacheWriter(cache, PromotionSources([store]), 32)
     yield store, cache, writer
     writer.close()
 

@@ -12,7 +12,7 @@ from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.wrappers import GuardedTier
 from hps.types import EmbeddingTable, Source, version_now
-from hps.updates.cache_writer import SLICE_KEYS, CacheWriter
+from hps.updates.cache_writer import SLICE_KEYS, CacheWriter, PromotionSources
 from tests.support.memory_tier import MemoryTier
 from tests.support.waiting import until
 
@@ -66,11 +66,10 @@ def make():
         cache = cache or MemoryTier(CACHE)
         writer = CacheWriter(
             cache,
-            stores,
+            PromotionSources(stores, **own),
             queue_keys,
             lambda result, n: counts.update({result: n}),
             on_missing_above,
-            **own,
         )
         made.append((writer, stores))
         return writer, cache, counts
@@ -474,7 +473,7 @@ def test_writer_thread_survives_any_error():
     cache, store = CpuCache({TABLE: 100}), MemoryTier()
     keys = np.arange(5)
     store.insert(TABLE, keys, np.ones((5, TABLE.dim), np.float32), np.ones(5, np.uint64))
-    writer = CacheWriter(cache, [store], 100, count)
+    writer = CacheWriter(cache, PromotionSources([store]), 100, count)
     try:
         writer.promote(TABLE, keys)
         assert writer.flush(60)
@@ -488,7 +487,7 @@ def test_writer_thread_survives_any_error():
 
 def test_writer_without_its_thread_cancels_changes():
     """As in a process that was forked from the one that made it."""
-    writer = CacheWriter(CpuCache({}), [], 100)
+    writer = CacheWriter(CpuCache({}), PromotionSources([]), 100)
     alive = writer._thread
     writer._thread = threading.Thread(target=lambda: None)
     assert not writer.flush()

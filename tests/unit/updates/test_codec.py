@@ -11,6 +11,8 @@ import pytest
 from hps.tiers.positions import TableChanges
 from hps.types import make_version
 from hps.updates.codec import (
+    ConsumerRecords,
+    MessageAttributes,
     decode_hps,
     decode_native,
     encode_hps,
@@ -33,16 +35,10 @@ def hps_message(*rows, dim=2, key="q"):
     return head + b"".join(struct.pack(f"<{key}{dim}f", *row) for row in rows)
 
 
-def decode(*payloads, dim=2, offset=0, **options):
+def decode(*payloads, dim=2, offset=0, keys=None, **options):
     m = len(payloads)
-    return decode_hps(
-        payloads,
-        "ads",
-        dim,
-        timestamps_ms=np.full(m, NOW),
-        offsets=np.arange(offset, offset + m),
-        **options,
-    )
+    records = ConsumerRecords(payloads, np.full(m, NOW), np.arange(offset, offset + m), keys)
+    return decode_hps(records, "ads", dim, **options)
 
 
 def changes(n=3, gone=2, dim=2, dtype=np.float32):
@@ -114,7 +110,7 @@ def test_timestamps_too_large_for_a_version_are_rejected_as_ahead(unit):
     timestamps = np.append(NOW * unit + np.arange(1000) * 13_700 * unit, [2**44, 2**63 - 1])
     messages = [hps_message((1, 0, 0))] * len(timestamps)
     offsets = np.arange(len(timestamps))
-    (update,) = decode_hps(messages, "m/t", 2, timestamps_ms=timestamps, offsets=offsets).updates
+    (update,) = decode_hps(ConsumerRecords(messages, timestamps, offsets), "m/t", 2).updates
     assert drop_future_versions(update, ahead_s=1e9) == (None, offsets.tolist())
     # The last one that fits is compared by its time.
     assert record_versions(np.array([2**44 - 1]), np.array([0])).tolist() == [(2**44 - 1) << 20]
@@ -198,7 +194,7 @@ def test_native_golden_messages_decode(name):
 
 def test_native_encoding_equals_the_golden_message():
     golden = (MESSAGES / "native.bin").read_bytes()
-    assert encode_native("ctr/ads", GOLDEN, **SAID) == [golden]
+    assert encode_native("ctr/ads", GOLDEN, MessageAttributes(**SAID)) == [golden]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -206,7 +202,7 @@ def test_native_encoding_equals_the_golden_message():
 @pytest.mark.parametrize("full", [200, 1000, 10_000])
 def test_native_round_trip_with_any_message_size(dtype, n, gone, full):
     original = changes(n, gone, 5, dtype)
-    messages = encode_native("m/t", original, event_ms=NOW, full=full)
+    messages = encode_native("m/t", original, MessageAttributes(NOW), full=full)
     assert max(map(len, messages)) <= full
     assert full != 10_000 or len(messages) == 1
     (update,) = decode_native(messages).updates
@@ -221,7 +217,7 @@ def test_batch_is_split_by_table_and_row_format_in_order():
         [("m/b", 2, "f4"), ("m/a", 2, "f4"), ("m/b", 2, "f4"), ("m/b", 3, "f4"), ("m/a", 2, "f2")]
     ):
         original = changes(step + 1, 1, dim, dtype)
-        payloads += encode_native(table, original, event_ms=NOW + step, step=step)
+        payloads += encode_native(table, original, MessageAttributes(NOW + step, step=step))
     payloads.insert(2, None)
     found = decode_native(payloads)
     kinds = [(u.table, u.changes.vectors.shape, u.changes.vectors.dtype) for u in found.updates]
@@ -237,7 +233,7 @@ def test_batch_is_split_by_table_and_row_format_in_order():
     assert found.messages["reason"].tolist() == [0, 0, Reason.NULL, 0, 0, 0]
 
 
-(GOOD,) = encode_native("m/t", changes(), event_ms=NOW)
+(GOOD,) = encode_native("m/t", changes(), MessageAttributes(NOW))
 
 
 def flipped(at):
@@ -274,7 +270,7 @@ def flipped(at):
         (patched(GOOD, 30, "<H", 0), Reason.MALFORMED, 30),
         (patched(GOOD, 30, "<H", 0xFFFF), Reason.MALFORMED, 30),
         (patched(GOOD, 65, "<B", 0xE4), Reason.MALFORMED, 65),
-        (encode_native("m/t", changes(100), event_ms=0)[0], Reason.OVERSIZE, 1000),
+        (encode_native("m/t", changes(100), MessageAttributes(0))[0], Reason.OVERSIZE, 1000),
     ],
 )
 def test_faulty_native_message_does_not_affect_others(payload, reason, at):

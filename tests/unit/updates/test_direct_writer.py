@@ -17,7 +17,7 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
-from hps.updates.cache_writer import CacheWriter
+from hps.updates.cache_writer import CacheWriter, PromotionSources
 from hps.updates.direct_writer import DirectWriter
 from hps.updates.stream_positions import FedStore
 from hps.updates.version_clock import VersionClock
@@ -56,7 +56,7 @@ class Node:
     def __init__(self, stores, table) -> None:
         self.stores, self.table = stores, table
         self.cache = CpuCache({table: 64})
-        self.writer = CacheWriter(self.cache, stores, 1024)
+        self.writer = CacheWriter(self.cache, PromotionSources(stores), 1024)
         self.start()
 
     def start(self) -> None:

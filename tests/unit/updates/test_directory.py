@@ -19,7 +19,7 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import TableChanges
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
-from hps.updates.codec import encode_native
+from hps.updates.codec import MessageAttributes, encode_native
 from hps.updates.files.directory import DirectorySource
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import Reason
@@ -41,7 +41,7 @@ def message(rows=(), deleted=(), table: str = "m/items", dim: int = 2, made_ms=N
         np.array([d[0] for d in deleted], np.int64),
         np.array([make_version(made_ms, d[1]) for d in deleted], np.uint64),
     )
-    (one,) = encode_native(table, changes, event_ms=NOW_MS)
+    (one,) = encode_native(table, changes, MessageAttributes(NOW_MS))
     return one
 
 

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from hps.tiers.positions import TableChanges
-from hps.updates.codec import decode_hps, encode_hps, encode_native
+from hps.updates.codec import (
+    ConsumerRecords,
+    MessageAttributes,
+    decode_hps,
+    encode_hps,
+    encode_native,
+)
 
 NOW = 1_700_000_000_000
 
@@ -34,7 +40,7 @@ def test_encode_hps_rejects_what_the_format_cannot_hold(keys, vectors, options, 
 def test_encode_hps_accepts_lowest_and_highest_key_of_32_bits():
     keys = np.array([0, 2**32 - 1])
     messages = encode_hps(keys, np.zeros((2, 2), np.float32), key_bits=32)
-    decoded = decode_hps(messages, "t", 2, timestamps_ms=[NOW], offsets=[0], key_bits=32)
+    decoded = decode_hps(ConsumerRecords(messages, [NOW], [0]), "t", 2, key_bits=32)
     assert decoded.updates[0].changes.keys.tolist() == keys.tolist()
 
 
@@ -46,15 +52,15 @@ def test_row_that_fills_a_message_exactly_is_encoded():
 @pytest.mark.parametrize("table", ["", "a b", "täble", "a\n", "x" * 65_536])
 def test_encode_native_rejects_table_names_with_spaces_or_non_ascii(table):
     with pytest.raises(ValueError, match="printable ASCII"):
-        encode_native(table, changes(), event_ms=NOW)
+        encode_native(table, changes(), MessageAttributes(NOW))
 
 
 @pytest.mark.parametrize("field", ["ttl_s", "step", "dense_version", "event_ms"])
 def test_encode_native_rejects_numbers_out_of_range(field):
     with pytest.raises(ValueError, match="out of range"):
-        encode_native("m/t", changes(), **{"event_ms": NOW, field: 2**64})
+        encode_native("m/t", changes(), MessageAttributes(**{"event_ms": NOW, field: 2**64}))
     with pytest.raises(ValueError, match="out of range"):
-        encode_native("m/t", changes(), **{"event_ms": NOW, field: -1})
+        encode_native("m/t", changes(), MessageAttributes(**{"event_ms": NOW, field: -1}))
 
 
 def test_encode_rejects_arrays_of_mismatched_shapes():
@@ -63,9 +69,9 @@ def test_encode_rejects_arrays_of_mismatched_shapes():
         valid.keys, valid.vectors, valid.versions[:1], valid.deleted, valid.versions
     )
     with pytest.raises(ValueError, match=r"\(3,\) uint64, not \(1,\)"):
-        encode_native("m/t", short, event_ms=NOW)
+        encode_native("m/t", short, MessageAttributes(NOW))
     with pytest.raises(ValueError, match="104 bytes, but at most 90"):
-        encode_native("m/t", changes(1, 0, 4), event_ms=NOW, full=90)
+        encode_native("m/t", changes(1, 0, 4), MessageAttributes(NOW), full=90)
 
 
 @pytest.mark.parametrize("deleted", [np.zeros(2, np.int32), np.zeros((2, 1), np.int64)])
@@ -74,12 +80,12 @@ def test_encode_native_rejects_deleted_keys_of_wrong_dtype_or_shape(deleted):
     valid = changes()
     wrong = TableChanges(valid.keys, valid.vectors, valid.versions, deleted, versions)
     with pytest.raises(ValueError, match=r"keys must be \(n,\) int64"):
-        encode_native("m/t", wrong, event_ms=NOW)
+        encode_native("m/t", wrong, MessageAttributes(NOW))
 
 
 def test_strided_arrays_are_encoded_like_contiguous_ones():
     keys, vectors = np.arange(10)[::2], np.arange(30, dtype=np.float32).reshape(10, 3)[::2, ::-1]
     messages = encode_hps(keys, vectors)
-    (update,) = decode_hps(messages, "t", 3, timestamps_ms=[NOW], offsets=[0]).updates
+    (update,) = decode_hps(ConsumerRecords(messages, [NOW], [0]), "t", 3).updates
     np.testing.assert_array_equal(update.changes.vectors, vectors)
     np.testing.assert_array_equal(update.changes.keys, keys)

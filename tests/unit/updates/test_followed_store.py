@@ -18,7 +18,7 @@ from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.positions import Applied, StreamPosition, TableChanges
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
-from hps.updates.cache_writer import CacheWriter
+from hps.updates.cache_writer import CacheWriter, PromotionSources
 from hps.updates.followed_store import FollowedStore
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
@@ -101,7 +101,9 @@ class Node:
         self.tables = list(stream.tables.values())
         self.followed = FollowedStore(store, FedStore("store", store, versioned))
         self.cache = CpuCache(dict.fromkeys(self.tables, 64))
-        self.writer = CacheWriter(self.cache, [self.followed], 1024, own=self.followed)
+        self.writer = CacheWriter(
+            self.cache, PromotionSources([self.followed], self.followed), 1024
+        )
         self.positions = self.followed.positions(
             lambda _topic: self.tables, lambda *_: None, other_writer
         )

@@ -7,7 +7,7 @@ import pytest
 
 from hps.tiers.positions import TableChanges
 from hps.types import make_version
-from hps.updates.codec import decode_native, encode_native
+from hps.updates.codec import MessageAttributes, decode_native, encode_native
 from hps.updates.future_versions import drop_future_versions
 
 HOUR_S = 3600.0
@@ -23,7 +23,7 @@ def message(keys, deleted, unix_ms):
         np.array(keys, np.int64), rows, stamps[: len(keys)],
         np.array(deleted, np.int64), stamps[len(keys) :],
     )  # fmt: skip
-    (one,) = encode_native("m/t", changes, event_ms=NOW_MS)
+    (one,) = encode_native("m/t", changes, MessageAttributes(NOW_MS))
     return one
 
 
@@ -69,7 +69,7 @@ def test_single_future_row_drops_its_message():
             np.array([0, make_version(LATE_MS), 5], np.uint64),
             np.empty(0, np.int64), np.empty(0, np.uint64),
         ),
-        event_ms=NOW_MS,
+        MessageAttributes(NOW_MS),
     )  # fmt: skip
     assert drop_future_versions(updated(one), HOUR_S) == (None, [0])
     kept, numbers = drop_future_versions(updated(one), 3 * HOUR_S)
@@ -83,6 +83,6 @@ def test_largest_version_is_ahead_of_any_clock():
             np.empty(0, np.int64), np.zeros((0, 2), np.float32), np.empty(0, np.uint64),
             np.array([7]), np.array([2**64 - 1], np.uint64),
         ),
-        event_ms=NOW_MS,
+        MessageAttributes(NOW_MS),
     )  # fmt: skip
     assert drop_future_versions(updated(one), 1e9) == (None, [0])

@@ -9,7 +9,7 @@ from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.types import EmbeddingTable, Source
 from hps.updates import gpu_promotion as gpu_promotion_module
-from hps.updates.cache_writer import CacheWriter
+from hps.updates.cache_writer import CacheWriter, PromotionSources
 from hps.updates.gpu_promotion import GpuPromotion
 from tests.support.memory_tier import MemoryTier
 from tests.support.waiting import until
@@ -36,7 +36,7 @@ def world():
         TABLE, keys, np.repeat(np.float32(keys)[:, None], 2, axis=1), np.full(100, 7, np.uint64)
     )
     cpu.delete(TABLE, keys[:5], np.full(5, 8, np.uint64))
-    writer = CacheWriter(TierChain([cpu, gpu]), [], 1000)
+    writer = CacheWriter(TierChain([cpu, gpu]), PromotionSources([]), 1000)
     count = lambda result, n: counted.update({result: counted.get(result, 0) + n})  # noqa: E731
     promotion = GpuPromotion(writer, cpu, gpu, 50, count)
     yield cpu, gpu, writer, promotion, counted

@@ -8,7 +8,7 @@ import pytest
 from hps.tiers.cpu.cache import CpuCache
 from hps.types import EmbeddingTable, NoProgress
 from hps.updates.cache_warmup import CacheWarmup
-from hps.updates.cache_writer import CacheWriter
+from hps.updates.cache_writer import CacheWriter, PromotionSources
 from hps.updates.hot_key_snapshot import (
     HotKeySnapshots,
     hot_keys_at_start,
@@ -108,7 +108,7 @@ def test_warm_up_gives_the_hottest_keys_the_highest_scores():
     keys = np.arange(1000)
     store, cache = MemoryTier(), CpuCache({TABLE: 400})
     insert(store, keys)
-    writer = CacheWriter(cache, [store], 10_000)
+    writer = CacheWriter(cache, PromotionSources([store]), 10_000)
     CacheWarmup(writer, NoProgress()).hottest(TABLE, keys[:400], cache)
     assert sorted(cache.top_k(TABLE, 1000)[0].tolist()) == list(range(400))
     insert(cache, range(5000, 5100))

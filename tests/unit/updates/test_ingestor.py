@@ -19,8 +19,8 @@ from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
-from hps.updates.cache_writer import CacheWriter
-from hps.updates.codec import decode_native, encode_native
+from hps.updates.cache_writer import CacheWriter, PromotionSources
+from hps.updates.codec import MessageAttributes, decode_native, encode_native
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import CACHES, Ingestor
 from hps.updates.source import DeadLetter, Reason, UpdateBatch
@@ -53,7 +53,7 @@ def batch(offset: int, *, dead=(), ttl_s: int = 0, event_ms: int = NOW_MS, **tab
     """Messages of partition 0 up to ``offset`` with changes of the tables; through the wire format."""
     payloads = []
     for name, each in tables.items():
-        payloads += encode_native(f"m/{name}", each, event_ms=event_ms, ttl_s=ttl_s)
+        payloads += encode_native(f"m/{name}", each, MessageAttributes(event_ms, ttl_s=ttl_s))
     decoded = decode_native(payloads)
     assert not decoded.faults()
     return UpdateBatch(decoded.updates, [StreamPosition("t", 0, offset)], dead)
@@ -97,7 +97,7 @@ class Harness:
         self.store = RocksDbTier(folder)
         self.store.open_tables([ITEMS, USERS])
         self.cache = CpuCache({ITEMS: 64, USERS: 64})
-        self.writer = CacheWriter(self.cache, [self.store], 1024)
+        self.writer = CacheWriter(self.cache, PromotionSources([self.store]), 1024)
         self.metrics, self.letters, self.source = Metrics(), Letters(), source
         self.readers = {"t": [ITEMS, USERS]}
         self.ingestor = self.make([FedStore("rocksdb", self.store)], self.writer)
@@ -375,7 +375,7 @@ def test_store_without_versions_refreshes_caches_without_versions(tmp_path, sour
     store = RocksDbTier(tmp_path, layout="hps")
     store.open_tables([ITEMS, USERS])
     cache = CpuCache({ITEMS: 64, USERS: 64})
-    writer = CacheWriter(cache, [store], 1024)
+    writer = CacheWriter(cache, PromotionSources([store]), 1024)
     meter, letters = UpdateMeter(Metrics()), Letters()
     stores = [FedStore("rocksdb", store, versioned=False)]
     places = StoreStreamPositions(stores, lambda _t: [ITEMS])

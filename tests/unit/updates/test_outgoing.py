@@ -10,9 +10,14 @@ from hypothesis.extra import numpy as hnp
 
 from hps.errors import BadRequest
 from hps.types import make_version
-from hps.updates.codec import decode_hps, decode_native, encode_hps
-from hps.updates.kafka.message_encoder import (
+from hps.updates.codec import (
+    ConsumerRecords,
     MessageAttributes,
+    decode_hps,
+    decode_native,
+    encode_hps,
+)
+from hps.updates.kafka.message_encoder import (
     check_changes,
     encode,
     partition_of,
@@ -146,7 +151,7 @@ def test_hps_messages_equal_those_of_hps(bits):
     messages = encode("hps", "t", changes, MessageAttributes(NOW), key_bits=bits)
     assert messages == encode_hps(changes.keys, ROWS, key_bits=bits)
     decoded = decode_hps(
-        messages, "t", 2, timestamps_ms=np.array([NOW]), offsets=np.array([0]), key_bits=bits
+        ConsumerRecords(messages, np.array([NOW]), np.array([0])), "t", 2, key_bits=bits
     )
     np.testing.assert_array_equal(decoded.updates[0].changes.vectors, ROWS)
 

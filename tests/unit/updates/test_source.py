@@ -3,7 +3,7 @@
 import numpy as np
 
 from hps.tiers.positions import TableChanges
-from hps.updates.codec import decode_native, encode_native
+from hps.updates.codec import MessageAttributes, decode_native, encode_native
 from hps.updates.source import UpdateBatch
 
 
@@ -14,8 +14,8 @@ def changes(n, gone):
 
 def test_rows_and_deletions_of_all_tables_count():
     messages = [
-        *encode_native("m/a", changes(3, 1), event_ms=0),
-        *encode_native("m/b", changes(0, 2), event_ms=0),
+        *encode_native("m/a", changes(3, 1), MessageAttributes(0)),
+        *encode_native("m/b", changes(0, 2), MessageAttributes(0)),
     ]
     assert UpdateBatch(decode_native(messages).updates).rows == 6
     assert UpdateBatch([]).rows == 0
