@@ -105,10 +105,10 @@ def settings_of_node(kafka: KafkaSettings, folder, model: str) -> dict:
 def test_letter_is_kept_and_counted_once_when_another_version_is_loaded(
     broker, model, kafka, tmp_path, caplog
 ):
-    topic, unknown = native_topic(model), hps_topic(model, "nobody")
+    topic, unknown = native_topic(model), hps_topic(model, "unknown")
     settings = settings_of_node(kafka, tmp_path, model)
     with sending(broker) as producer:
-        for payload in (b"?", native(model, 1, 1.0, 1)[:-1], native(model, 1, 1.0, 1, "nobody")):
+        for payload in (b"?", native(model, 1, 1.0, 1)[:-1], native(model, 1, 1.0, 1, "unknown")):
             producer.produce(topic, payload)
         producer.produce(unknown, encode_hps(np.array([1]), np.ones((1, 2), np.float32))[0])
         made_ms = int(time.time() * 1000) + 1
@@ -157,7 +157,7 @@ def test_letter_is_kept_and_counted_once_by_a_node_with_two_readers(broker, mode
 
 
 def test_letter_of_an_unknown_table_is_kept_once_across_restarts(broker, model, kafka, tmp_path):
-    topic, dead = hps_topic(model, "nobody"), kafka.dead_letters
+    topic, dead = hps_topic(model, "unknown"), kafka.dead_letters
     (row,) = encode_hps(np.array([1]), np.ones((1, 2), np.float32))
     for number in (1, 2):
         with sending(broker) as producer:
@@ -175,7 +175,7 @@ def test_reader_without_group_permission_reads_unknown_tables_again(
         raise Unavailable("Kafka: failed to read the offsets of the group: not authorized")
 
     monkeypatch.setattr("hps.updates.kafka.start_positions.committed_by", refuse)
-    topic = hps_topic(model, "nobody")
+    topic = hps_topic(model, "unknown")
     with sending(broker) as producer:
         producer.produce(topic, encode_hps(np.array([1]), np.ones((1, 2), np.float32))[0])
     with reading(broker, tmp_path, model) as reader:
@@ -193,7 +193,7 @@ def test_letters_of_one_message_are_listed_as_the_newest(model, kafka):
 
 
 def test_requeued_message_is_not_listed_when_it_is_kept_again(broker, model, kafka):
-    """In whichever partition of the dead letters; its first letter alone was named by the note."""
+    """For a letter of either partition; the requeued note names only its first letter."""
     topic = native_topic(model)
     make_topic(broker, topic)
     keep(kafka, letter(topic, 0))

@@ -1,4 +1,4 @@
-"""``hps ingest`` feeds a real Redis from a real Kafka: for all nodes, exactly, despite kills."""
+"""``hps ingest`` feeds a real Redis from a real Kafka: Redis has what was sent, despite kills."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Fleet:
         make_topic(shared_broker(), self.topic, PARTITIONS)
 
     def send(self, seconds: float, until_sent: threading.Event) -> None:
-        """The whole stream over ``seconds``; ``until_sent`` is set when half of it is sent."""
+        """Send the whole stream over ``seconds``; set ``until_sent`` when half of it is sent."""
         options = {"bootstrap.servers": shared_broker().address, "linger.ms": 5}
         producer = ck.Producer(options, logger=logging.getLogger("test.producer"))
         messages = list(self.stream.messages(f"{self.model}/{TABLE}", PARTITIONS))
@@ -101,7 +101,7 @@ class Fleet:
 
     @contextmanager
     def sending(self, seconds: float):
-        """Sends the stream meanwhile; entered when half of it is sent, left when all of it is."""
+        """Send the stream in the background: enter at half of it, leave at its end."""
         half, failed = threading.Event(), []
 
         def work() -> None:
@@ -140,7 +140,7 @@ def fleet(tmp_path):
 
 @pytest.fixture
 def processes(fleet, tmp_path):
-    """Starts further ones; all end with the test."""
+    """Start further processes; all are ended with the test."""
     started = []
 
     def start(**settings) -> IngestProcess:
@@ -377,7 +377,7 @@ def in_redis(store, table, keys) -> np.ndarray:
 
 
 def test_streamed_rows_keep_to_the_loaded_share(fleet, layout):
-    """Half of the rows are loaded. The same keys of streamed rows go there, and keys that it holds."""
+    """Half of the keys are loaded: of others, Redis takes streamed rows only if it holds them already."""
     with ExitStack() as resources:
         opened, table = stores(
             fleet, resources, layout, initial_cache_rate=0.5, cache_missed_embeddings=False
@@ -388,36 +388,36 @@ def test_streamed_rows_keep_to_the_loaded_share(fleet, layout):
         loaded = ~np.isnan(in_redis(redis, table, keys))
         assert 0.4 < loaded[: KEYS // 2].mean() < 0.6
         assert not loaded[KEYS // 2 :].any()
-        by_hand = 10 + int(np.flatnonzero(~loaded[10:])[0])
+        inserted = 10 + int(np.flatnonzero(~loaded[10:])[0])
         version = make_version(fleet.stream.since_ms)
         row = np.ones((1, DIM), np.float32)
-        redis.insert(table, np.array([by_hand]), row, np.array([version], np.uint64))
+        redis.insert(table, np.array([inserted]), row, np.array([version], np.uint64))
 
-        def change(value: float, sequence: int, gone: np.ndarray) -> None:
-            some = np.setdiff1d(keys, gone)
-            versions = np.full(len(some), version + sequence, np.uint64)
-            rows = np.full((len(some), DIM), value, np.float32)
-            changes = TableChanges(some, rows, versions, gone, versions[: len(gone)])
+        def change(value: float, sequence: int, deleted: np.ndarray) -> None:
+            updated = np.setdiff1d(keys, deleted)
+            versions = np.full(len(updated), version + sequence, np.uint64)
+            rows = np.full((len(updated), DIM), value, np.float32)
+            changes = TableChanges(updated, rows, versions, deleted, versions[: len(deleted)])
             fed.store.apply(table, changes, [])
 
         change(5.0, 1, np.array([1, 2, 3]))
         found = in_redis(redis, table, keys)
-        there = ~np.isnan(found)
-        assert (found[there] == 5.0).all()
-        assert found[by_hand] == 5.0, "what is there is never left behind"
+        held = ~np.isnan(found)
+        assert (found[held] == 5.0).all()
+        assert found[inserted] == 5.0, "a row in Redis is updated even outside the share"
         expected = loaded.copy()
         expected[[1, 2, 3]] = False
-        expected[by_hand] = True
-        assert (there[: KEYS // 2] == expected[: KEYS // 2]).all()
-        assert 0.4 < there[KEYS // 2 :].mean() < 0.6
-        # A key that only the stream knows is one of the share exactly if loading would have put it there.
+        expected[inserted] = True
+        assert (held[: KEYS // 2] == expected[: KEYS // 2]).all()
+        assert 0.4 < held[KEYS // 2 :].mean() < 0.6
+        # A key that only the stream has is in the share exactly if a load would have put it into Redis.
         fresh = EmbeddingTable.make("fresh", DIM, model=fleet.model, version=1)
         redis.preload(
             fresh, RedisLoadSource([(keys, np.zeros((len(keys), DIM), np.float32))], 1, share=0.5)
         )
         share = ~np.isnan(in_redis(redis, fresh, keys))
-        others = (keys >= KEYS // 2) & (keys != by_hand)
-        assert (there[others] == share[others]).all()
+        others = (keys >= KEYS // 2) & (keys != inserted)
+        assert (held[others] == share[others]).all()
         change(6.0, 2, keys[:0])
         found = in_redis(redis, table, keys)
         assert (found[~np.isnan(found)] == 6.0).all()
@@ -432,7 +432,7 @@ def test_streamed_rows_keep_to_the_loaded_share(fleet, layout):
     ],
 )
 def test_redis_gets_every_streamed_row_when_nodes_promote_or_only_read(fleet, access, options):
-    """A node that does not have an update yet could otherwise put the older row there, to stay."""
+    """A node without the update could otherwise promote the older row, which would stay."""
     with ExitStack() as resources:
         opened, table = stores(fleet, resources, "native", access, **options)
         (fed,) = opened.update_targets(shared=True)

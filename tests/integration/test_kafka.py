@@ -58,10 +58,10 @@ def test_both_formats_with_deletions_and_dead_letters_are_read(broker, model, tm
             producer.produce(topic, native(model, -5, 5.0, 1, "users", dim=3))
             bad = [
                 (topic, native(model, 1, 1.0, 1)[:-1]),
-                (topic, native(model, 1, 1.0, 1, "nobody")),
+                (topic, native(model, 1, 1.0, 1, "unknown")),
                 (topic, native(model, 1, 1.0, 1, dim=5)),
                 (hps_topic(model, "items"), b"HCTR\x08\0\0\0" + bytes(17)),
-                (hps_topic(model, "nobody"), encode_hps(np.array([1]), rows[:1])[0]),
+                (hps_topic(model, "unknown"), encode_hps(np.array([1]), rows[:1])[0]),
             ]
             for where, payload in bad:
                 producer.produce(where, payload)
@@ -78,7 +78,7 @@ def test_both_formats_with_deletions_and_dead_letters_are_read(broker, model, tm
             (b"unknown_table", topic.encode()),
             (b"row_size", topic.encode()),
             (b"truncated", hps_topic(model, "items").encode()),
-            (b"unknown_table", hps_topic(model, "nobody").encode()),
+            (b"unknown_table", hps_topic(model, "unknown").encode()),
         }
         assert sorted(m.value() for m in letters) == sorted(payload for _, payload in bad)
 
@@ -269,7 +269,7 @@ def test_new_partitions_are_read(broker, model, tmp_path):
         until(lambda: reader.rows([0, 1, 2]) == [1.0] * 3)
 
 
-def test_seek_replays(broker, model, tmp_path):
+def test_seek_to_an_earlier_offset_replays_messages(broker, model, tmp_path):
     topic = native_topic(model)
     with reading(broker, tmp_path, model) as reader:
         with sending(broker) as producer:
@@ -342,7 +342,7 @@ def test_waiting_member_stays_in_the_group_and_loses_nothing(
 
 @pytest.mark.alone
 def test_prefetch_is_bounded_while_the_store_is_slow(broker, model, tmp_path, monkeypatch):
-    """A batch is what was fetched while the one before it was written."""
+    """A batch has the messages fetched while the previous one was written."""
     topic, n, many = native_topic(model), 8_000, 60
     make_topic(broker, topic)
     keys, rows = np.arange(n), np.ones((n, 2), np.float32)
@@ -546,7 +546,7 @@ def test_lag_counts_unpolled_messages(broker, model, tmp_path):
 
 
 def test_transaction_markers_do_not_count_as_lag(broker, model, tmp_path):
-    """Its marker takes an offset that has no message; aborted rows are not delivered."""
+    """A marker takes an offset without a message; aborted rows are not delivered."""
     topic = native_topic(model)
     make_topic(broker, topic)
     options = {"bootstrap.servers": broker.address, "transactional.id": model}

@@ -1,4 +1,4 @@
-"""Staleness of a node's rows on a real stream: flagged or rejected, and healed again."""
+"""Staleness of a node's rows on a real stream: answers flagged or requests rejected, then fresh again."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def metric(node: hps.Node, name: str, **labels: str) -> float:
     for line in node.metrics.render().decode().splitlines():
         if line.startswith(f"{name}{{{wanted}}}"):
             return float(line.rsplit(" ", 1)[1])
-    raise AssertionError(f"{name} {labels} is not told")
+    raise AssertionError(f"{name} {labels} is not reported")
 
 
 def caught_up(node: hps.Node, model: str, value: float) -> bool:

@@ -1,4 +1,4 @@
-"""No part of a stream is lost when nodes, Redis or the broker are killed at random moments."""
+"""No update is lost when nodes, Redis or the broker are killed at random moments."""
 
 import time
 
@@ -42,9 +42,9 @@ def test_checker_detects_rows_of_another_key_or_update():
             stream.numbers(keys, wrong)
 
 
-@pytest.mark.parametrize("more", [0, 1], ids=["nothing more comes", "more comes"])
+@pytest.mark.parametrize("more", [0, 1], ids=["no further messages", "further messages"])
 def test_redis_restarted_empty_is_filled_again(tmp_path, more):
-    """It is noticed whether or not another message comes, before the node itself starts again."""
+    """The node detects it with and without further messages, and while it runs on."""
     need_kafka()
     need("redis-server")
     broker, model = shared_broker(), unique("m")

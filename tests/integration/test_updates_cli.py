@@ -63,7 +63,7 @@ def model():
 
 @pytest.fixture
 def models(tmp_path: Path, model: str) -> Path:
-    """Versions 1 and 2 of two tables; in ``items`` 40 rows change, 10 go, 20 come; ``users`` stays."""
+    """Versions 1 and 2 of two tables; ``items`` has 40 changed, 10 deleted and 20 new rows in 2."""
     root = tmp_path / "models"
     spec = ModelSpec.model_validate(
         {
@@ -248,7 +248,7 @@ def test_publish_reports_a_missing_broker_within_seconds(command, models):
         (("--new", 1, "--file", "a.npz"), "exclude each other"),
         (("--base", 1, "--new", 1, "-b", "x:1"), "no difference to send"),
         (("--new", 7, "-b", "x:1"), "has no version 7"),
-        (("nobody", "--new", 1, "-b", "x:1"), "has no table 'nobody'; it has items, users"),
+        (("unknown", "--new", 1, "-b", "x:1"), "has no table 'unknown'; it has items, users"),
         (("items", "--file", "none.npz", "-b", "x:1"), "No such file"),
         (("--new", 1, "-b", "x:1", "--format", "hps", "--ttl", 5), "no versions and no expiry"),
         (("--new", 1, "-b", "x:1", "--key-bits", 32), "native messages always have 64-bit keys"),
@@ -315,7 +315,7 @@ def test_dead_letters_are_listed_and_requeued(broker, model, tmp_path):
 
 
 def test_requeued_letters_keep_their_timestamps(broker, model, tmp_path):
-    """A row in HPS's format must not replace one that was sent after it."""
+    """In HPS's format the timestamp is the version: a requeued row must not replace a later one."""
     topic, dead = hps_topic(model, "late"), f"{model}_dead"
     make_topic(broker, topic)
     make_topic(broker, dead)

@@ -36,7 +36,7 @@ def files_of(folder, keys, dim=3):
 
 @pytest.fixture(params=["gathered", "copied", "bucketed"])
 def way(request, monkeypatch):
-    """Each test runs with all methods; buckets are so small that there are many."""
+    """The method of sorting; buckets are so small that there are many."""
     if request.param == "bucketed":
         monkeypatch.setattr(sorting, "SORT_ROWS", 0)
     if request.param != "gathered":
@@ -59,7 +59,7 @@ def way(request, monkeypatch):
     ],
     ids=["random", "permuted", "ascending", "few", "one", "skewed", "none", "single"],
 )
-def test_ascending_and_the_last_row_of_each_key(tmp_path, way, make):
+def test_chunks_are_ascending_with_the_last_row_of_each_key(tmp_path, way, make):
     keys = make(np.random.default_rng(3))
     files, expected = files_of(tmp_path / "t", keys)
     found, duplicates = {}, DuplicateCounter()
@@ -123,7 +123,7 @@ def test_scratch_is_removed_when_the_consumer_stops(tmp_path, monkeypatch):
 
 
 def test_files_shortened_during_the_sort_are_an_error(tmp_path, way):
-    """Rows are right or refused; a mapped file would end the process."""
+    """Rows are correct or an error is raised; a shortened mapped file would end the process."""
     files, expected = files_of(tmp_path / "t", np.random.default_rng(2).permutation(5000))
     chunks = sorted_chunks(files, codes, DuplicateCounter(), tmp_path / "scratch")
     found = [next(chunks)]
@@ -149,7 +149,7 @@ def test_sort_last_keeps_the_last_position_like_a_dict(values):
     assert duplicates.count == len(values) - len(last)
 
 
-class TestAhead:
+class TestPrefetch:
     def test_prefetch_keeps_order_and_ends(self):
         assert list(prefetch(range(100))) == list(range(100))
         assert list(prefetch(())) == []

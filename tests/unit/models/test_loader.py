@@ -75,7 +75,7 @@ def make_version_(unix_ms):
     return make_version(unix_ms)
 
 
-def test_half_precision_and_narrow_keys(tmp_path, make_version, load):
+def test_half_precision_and_32_bit_keys_are_loaded(tmp_path, make_version, load):
     spec = ModelSpec.model_validate(
         {
             "name": "ctr",

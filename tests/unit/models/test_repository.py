@@ -77,23 +77,23 @@ def test_override_of_an_unknown_table_is_rejected(repository, make_version):
         repository.open("ctr", override=ModelOverride(tables={"user": TableOverride(default=1)}))
 
 
-class TestNotThere:
-    def test_repository(self, repository):
+class TestMissing:
+    def test_missing_repository_is_rejected_with_a_remedy(self, repository):
         with pytest.raises(ModelError, match=r"models is not a folder; .*hps model import"):
             repository.names()
 
     @pytest.mark.parametrize("name", ["shop", "../ctr", "", "ctr/1"])
-    def test_model(self, repository, make_version, name):
+    def test_unknown_model_is_not_found(self, repository, make_version, name):
         make_version()
         with pytest.raises(NotFound, match=r"\(models: ctr\)"):
             repository.open(name)
 
-    def test_version(self, repository, make_version):
+    def test_unknown_version_is_not_found(self, repository, make_version):
         make_version(2)
         with pytest.raises(NotFound, match=r"no version 3 in .*; there is 2"):
             repository.open("ctr", 3)
 
-    def test_any_version(self, repository, make_version):
+    def test_model_without_versions_is_rejected(self, repository, make_version):
         folder = make_version()
         folder.rename(folder.with_name("later"))
         with pytest.raises(ModelError, match=r"no version folder \(1, 2, \.\.\.\)"):
@@ -101,21 +101,21 @@ class TestNotThere:
 
 
 class TestDamage:
-    def test_truncated_file(self, repository, make_version):
+    def test_truncated_file_is_rejected(self, repository, make_version):
         folder = make_version()
         path = folder / "tables/users/emb_vector"
         os.truncate(path, path.stat().st_size - 16)
         with pytest.raises(ModelError, match=r"emb_vector: 1584 bytes; 100 keys of dim 4"):
             repository.open("ctr")
 
-    def test_both_files_shorter_than_in_the_manifest(self, repository, make_version):
+    def test_files_shorter_than_in_the_manifest_are_rejected(self, repository, make_version):
         folder = make_version()
         os.truncate(folder / "tables/users/key", 8 * 99)
         os.truncate(folder / "tables/users/emb_vector", 16 * 99)
         with pytest.raises(ModelError, match=r"manifest says 800 bytes \(100 rows\), found 792"):
             repository.open("ctr")
 
-    def test_wrong_dim_in_the_description(self, repository, make_version):
+    def test_dim_that_differs_from_the_manifest_is_rejected(self, repository, make_version):
         folder = make_version()
         path = folder.parent / "model.yaml"
         path.write_text(path.read_text().replace("dim: 4", "dim: 5"))
@@ -124,19 +124,19 @@ class TestDamage:
         ):
             repository.open("ctr")
 
-    def test_missing_table(self, repository, make_version):
+    def test_missing_table_is_rejected(self, repository, make_version):
         folder = make_version()
-        (folder / "tables/items").rename(folder / "elsewhere")
+        (folder / "tables/items").rename(folder / "moved")
         with pytest.raises(ModelError, match=r"table 'items': .*tables/items is missing"):
             repository.open("ctr")
 
-    def test_an_extra_folder_is_a_warning(self, repository, make_version):
+    def test_extra_folder_is_a_warning(self, repository, make_version):
         folder = make_version()
         (folder / "tables/old").mkdir()
         (warning,) = repository.open("ctr").warnings
         assert "tables/old: not a table of model.yaml, ignored" in warning
 
-    def test_no_manifest_is_a_warning(self, repository, make_version):
+    def test_missing_manifest_is_a_warning(self, repository, make_version):
         folder = make_version()
         before = repository.open("ctr").digest
         (folder / "manifest.json").unlink()
@@ -145,7 +145,9 @@ class TestDamage:
         assert opened.manifest is None
         assert opened.digest != before
 
-    def test_missing_network(self, repository, make_version):
+    def test_network_of_another_size_is_rejected_and_a_missing_one_accepted(
+        self, repository, make_version
+    ):
         described = ModelSpec.model_validate(
             {
                 "name": "ctr",
@@ -161,13 +163,13 @@ class TestDamage:
         (folder / "dense.onnx").unlink()
         assert repository.open("ctr").dense is None  # Triton may run it
 
-    def test_a_folder_of_another_name(self, repository, make_version):
+    def test_model_folder_of_another_name_is_rejected(self, repository, make_version):
         folder = make_version().parent
         folder.rename(folder.with_name("shop"))
         with pytest.raises(ModelError, match="name is 'ctr', but the folder is 'shop'"):
             repository.open("shop")
 
-    def test_a_copied_version(self, repository, make_version):
+    def test_copied_version_is_rejected(self, repository, make_version):
         folder = make_version(1)
         folder.rename(folder.with_name("5"))
         with pytest.raises(ModelError, match=r"version 1, but lies in 'ctr' version 5"):
@@ -191,7 +193,7 @@ class TestManifest:
         assert set(text) == set(Manifest.model_fields)
 
     @pytest.mark.parametrize(
-        ("change", "said"),
+        ("change", "message"),
         [
             (lambda m: m.update(format=2), "manifest format 2 is newer than the 1"),
             (lambda m: m.update(format=0), "format: Input should be 1, found '0'"),
@@ -214,16 +216,18 @@ class TestManifest:
             (lambda m: m.update(created="yesterday"), "created: "),
         ],
     )
-    def test_damage_is_named(self, repository, make_version, change, said):
+    def test_damaged_manifest_is_rejected_with_the_cause(
+        self, repository, make_version, change, message
+    ):
         path = make_version() / "manifest.json"
         manifest = json.loads(path.read_text())
         change(manifest)
         path.write_text(json.dumps(manifest))
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=message):
             repository.open("ctr")
 
     @pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])
-    def test_not_json(self, repository, make_version, text):
+    def test_manifest_without_a_json_object_is_rejected(self, repository, make_version, text):
         path = make_version() / "manifest.json"
         path.write_text(text)
         with pytest.raises(ModelError, match=r"manifest\.json: "):
@@ -252,7 +256,7 @@ class TestDigest:
         os.utime(tmp_path / "t/key", (1, 1))
         assert open_legacy(legacy).digest != version.digest
 
-    def test_legacy_needs_a_folder_for_each_table(self, make_spec):
+    def test_legacy_version_requires_a_folder_for_each_table(self, make_spec):
         with pytest.raises(ModelError, match="no directory for table 't'"):
             open_legacy(Legacy(make_spec("old", t=2), {}))
 

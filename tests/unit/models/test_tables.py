@@ -1,4 +1,4 @@
-"""A table's two files against each other, the dim and the manifest: errors name both numbers."""
+"""A table's two files, checked against each other, the dim and the manifest."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_reads_rows_in_the_files_order(tmp_path):
 
 
 @pytest.mark.parametrize(("n", "expected"), [(0, 0), (2, 2), (3, 3), (99, 3), (-1, 0)])
-def test_head(tmp_path, n, expected):
+def test_head_returns_the_first_rows(tmp_path, n, expected):
     files = open_table(write(tmp_path / "t", [7, 8, 9], np.ones((3, 2))), "t", 2, None)
     keys, vectors = files.head(n)
     assert keys.tolist() == [7, 8, 9][:expected]
@@ -49,7 +49,7 @@ def test_empty_table_is_valid(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda f: (f / "key").unlink(), r"table 't': .*t/key is missing"),
         (lambda f: (f / "emb_vector").unlink(), r"emb_vector is missing"),
@@ -63,14 +63,14 @@ def test_empty_table_is_valid(tmp_path):
         (lambda f: cut(f / "emb_vector", 12), r"would fit dim 3: is dim 4 wrong\?"),
     ],
 )
-def test_damage_is_named_with_both_numbers(tmp_path, damage, said):
+def test_damage_is_reported_with_both_numbers(tmp_path, damage, message):
     folder = write(tmp_path / "t", [1, 2, 3], np.ones((3, 4)))
     damage(folder)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         open_table(folder, "t", 4, None)
 
 
-def test_a_missing_folder_is_named(tmp_path):
+def test_missing_folder_is_reported(tmp_path):
     with pytest.raises(ModelError, match=r"table 't': .*/gone is missing"):
         open_table(tmp_path / "gone", "t", 4, None)
 

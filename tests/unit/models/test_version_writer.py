@@ -1,4 +1,4 @@
-"""Version writer: all or nothing, and nothing is replaced unasked."""
+"""Version writer: all or nothing; versions are replaced only with ``replace``."""
 
 import fcntl
 import os
@@ -16,7 +16,7 @@ from hps.models.staging import clean_leftovers
 from hps.models.version_writer import write_version
 
 
-def test_streams_chunks(tmp_path, make_spec):
+def test_chunks_are_streamed_to_the_files(tmp_path, make_spec):
     def chunks():
         for i in range(5):
             yield np.arange(i * 10, i * 10 + 10), np.full((10, 2), i, np.float64)
@@ -42,12 +42,12 @@ def test_folder_that_cannot_be_made_is_an_error(tmp_path, make_spec):
         write_version(tmp_path / "file", make_spec("m", t=3), 1, {"t": iter(())})
 
 
-def test_an_empty_table(tmp_path, make_spec):
+def test_empty_table_is_written(tmp_path, make_spec):
     write_version(tmp_path, make_spec("m", t=3), 1, {"t": iter(())})
     assert Repository(tmp_path).open("m").tables["t"].rows == 0
 
 
-def test_the_network_as_bytes_or_file(tmp_path):
+def test_network_is_written_from_bytes_or_a_file(tmp_path):
     described = ModelSpec.model_validate(
         {
             "name": "m",
@@ -68,7 +68,7 @@ def test_the_network_as_bytes_or_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "vectors", "said"),
+    ("keys", "vectors", "message"),
     [
         (np.arange(3), np.ones((2, 2)), "3 keys but 2 vectors"),
         (np.arange(3), np.ones((3, 5)), r"expected keys \(n,\) and vectors \(n, 2\)"),
@@ -77,8 +77,8 @@ def test_the_network_as_bytes_or_file(tmp_path):
         (np.ones((3, 1), int), np.ones((3, 2)), "expected keys"),
     ],
 )
-def test_wrong_arrays_leave_nothing_behind(tmp_path, make_spec, keys, vectors, said):
-    with pytest.raises(ModelError, match=said):
+def test_wrong_arrays_leave_nothing_behind(tmp_path, make_spec, keys, vectors, message):
+    with pytest.raises(ModelError, match=message):
         write_version(tmp_path, make_spec("m", t=2), 1, {"t": (keys, vectors)})
     assert not (tmp_path / "m").exists()
 
@@ -109,7 +109,7 @@ class TestExisting:
         assert "1" not in moved
         assert Repository(tmp_path / "models").open("ctr").tables["users"].rows == 20
 
-    def test_replacement_without_atomic_exchange(self, tmp_path, make_version, monkeypatch):
+    def test_version_is_replaced_without_atomic_exchange(self, tmp_path, make_version, monkeypatch):
         make_version(1, n=10)
         monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
         make_version(1, n=20, replace=True)
@@ -126,8 +126,8 @@ class TestExisting:
         make_version(2, spec=other, replace_spec=True)
         assert Repository(tmp_path / "models").open("ctr").tables["items"].dim == 16
 
-    def test_a_version_without_a_description_is_a_leftover(self, tmp_path, make_version):
-        """Killed between the two renames of the first import: nothing is served, a rerun succeeds."""
+    def test_version_without_a_description_can_be_written_again(self, tmp_path, make_version):
+        """A first import killed between its two renames: nothing is served, and a rerun succeeds."""
         folder = make_version(1, n=10)
         (folder.parent / "model.yaml").unlink()
         assert Repository(tmp_path / "models").names() == []

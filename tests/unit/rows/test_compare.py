@@ -36,14 +36,14 @@ def put(store: RocksDbRows, table: Any, keys: list[int], value: float, version: 
     store.tier.insert(table, np.array(keys), rows, np.full(len(keys), version, np.uint64))
 
 
-def test_a_loaded_table_is_equal(loaded: Any) -> None:
+def test_loaded_table_equals_its_files(loaded: Any) -> None:
     store, table, files, _ = loaded
     found = compare(store, files, table, QUIET)
     assert (found.compared, found.equal, found.counts.total()) == (100, 100, 0)
     assert not found.differs()
 
 
-def test_every_kind_of_difference_to_files(loaded: Any) -> None:
+def test_every_kind_of_difference_to_files_is_counted(loaded: Any) -> None:
     store, table, files, version = loaded
     put(store, table, [1, 2], 7, version + 1)
     put(store, table, [3], 7, version)
@@ -70,7 +70,7 @@ def test_rows_with_equal_bits_match_files_of_any_age(loaded: Any) -> None:
     assert compare(store, files, table, QUIET).equal == 100
 
 
-def test_a_row_is_compared_by_its_bits(write: Any, store: RocksDbRows) -> None:
+def test_rows_are_compared_by_their_bits(write: Any, store: RocksDbRows) -> None:
     version = write([1, 2], [[np.nan, 0.0], [1.0, 0.0]])
     (table,) = version.embedding_tables().values()
     load_tables(version, [table], store.tier, QUIET)

@@ -36,7 +36,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["t.npz", "t.parquet"])
-def test_rows_and_deletions(tmp_path: Path, name: str) -> None:
+def test_export_contains_rows_and_deletions(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     report = export(path, TABLE, [rows(0, 5), rows(5, 2)], [rows(100, 1)])
     assert (report.rows, report.deleted, report.newest) == (8, 1, 110)

@@ -17,10 +17,10 @@ from hps.rows.tiers import SeenKeys
 KEYS = [5, -1, 2**63 - 1, -(2**63), 5, 0]
 VECTORS = np.arange(12).reshape(6, 2)
 LAST = {-1: 1, 2**63 - 1: 2, -(2**63): 3, 5: 4, 0: 5}
-"""Of a key that stands twice the last row counts."""
+"""The last row of each key, which wins where a key is repeated."""
 
 
-def test_all_rows_and_rows_by_key(write: Any) -> None:
+def test_scan_and_get_return_the_last_row_of_each_key(write: Any) -> None:
     version = write(KEYS, VECTORS)
     (table,) = version.embedding_tables().values()
     source = FileRows(version)
@@ -29,16 +29,16 @@ def test_all_rows_and_rows_by_key(write: Any) -> None:
         assert set(rows.versions.tolist()) == {source.row_version(table)}
         found |= dict(zip(rows.keys.tolist(), rows.vectors.tolist(), strict=True))
     assert found == {key: VECTORS[at].tolist() for key, at in LAST.items()}
-    asked = np.array([0, 7, 5, -(2**63)])
-    held = source.get(table, asked)
+    queried = np.array([0, 7, 5, -(2**63)])
+    held = source.get(table, queried)
     assert held.found.tolist() == [True, False, True, True]
     assert held.vectors[held.found].tolist() == [
         VECTORS[LAST[k]].tolist() for k in (0, 5, -(2**63))
     ]
-    assert [k.tolist() for k in source.missing_keys(table, [asked[:1], asked[1:]])] == [[7]]
+    assert [k.tolist() for k in source.missing_keys(table, [queried[:1], queried[1:]])] == [[7]]
 
 
-def test_a_key_file_is_read_in_pieces(write: Any, monkeypatch: Any) -> None:
+def test_key_file_is_read_in_blocks(write: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "_READ", 2)
     monkeypatch.setattr(module, "_SEARCHED_KEYS", 2)
     version = write(KEYS, VECTORS)
@@ -46,8 +46,8 @@ def test_a_key_file_is_read_in_pieces(write: Any, monkeypatch: Any) -> None:
     source = FileRows(version)
     held = source.get(table, np.array([5]))
     assert held.vectors.tolist() == [VECTORS[4].tolist()]
-    lacking = source.missing_keys(table, [np.array([1]), np.array([5, 9]), np.array([11])])
-    assert np.concatenate(list(lacking)).tolist() == [1, 9, 11]
+    missing = source.missing_keys(table, [np.array([1]), np.array([5, 9]), np.array([11])])
+    assert np.concatenate(list(missing)).tolist() == [1, 9, 11]
 
 
 def test_keys_of_32_bits_are_narrowed(write: Any) -> None:
@@ -58,7 +58,7 @@ def test_keys_of_32_bits_are_narrowed(write: Any) -> None:
     assert set(FileRows(version).draw(table, 100).tolist()) == {3, 4}
 
 
-def test_draw_from_an_empty_table(write: Any) -> None:
+def test_draw_from_an_empty_table_returns_no_keys(write: Any) -> None:
     version = write([], np.empty((0, 2)))
     (table,) = version.embedding_tables().values()
     assert len(FileRows(version).draw(table, 10)) == 0

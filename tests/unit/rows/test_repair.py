@@ -164,7 +164,7 @@ def test_repaired_table_has_every_row_of_the_files_and_all_that_could_be_read(wo
 
 
 @pytest.mark.parametrize("layout", ["native", "hps"])
-def test_repair_that_is_killed_continues(world, monkeypatch, layout):
+def test_killed_repair_continues_when_repeated(world, monkeypatch, layout):
     world = world(layout)
     DAMAGE["sixty places"](world.largest())
 

@@ -56,7 +56,7 @@ def test_diff_compares_bits():
     assert (rows.keys.tolist(), gone.tolist()) == ([1], [])
 
 
-def test_diff_of_model_versions(write, tmp_path):
+def test_diff_of_model_versions_has_changed_rows_and_deletions(write, tmp_path):
     old = write([3, -1, 5], np.arange(6).reshape(3, 2), dtype="float16")
     new_keys, new_rows = np.array([5, 7, 3]), np.array([[4, 5], [8, 8], [0, 2]], np.float32)
     write_version(tmp_path / "models", old.spec, 2, {"t": (new_keys, new_rows)})

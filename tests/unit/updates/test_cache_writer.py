@@ -49,7 +49,7 @@ def put(tier, keys, value, version=NOW):
 
 
 def held(tier, *keys):
-    """Per key: its first value, or None."""
+    """The first value of each key, or None."""
     part = Part.make(TABLE, arrays(*keys))
     tier.fetch([part], FetchContext())
     return [float(part.out[i, 0]) if part.source[i] else None for i in range(len(keys))]
@@ -219,7 +219,7 @@ def test_promotion_prefers_the_own_store_when_versions_are_equal(make, own_first
 
 
 def test_rest_of_a_queue_is_skipped_after_a_cache_rejects_a_slice(make):
-    """Each refusal may take as long as a network's timeout."""
+    """Each failing insertion may take as long as a network timeout."""
     store, refused = Store(), []
     put(store, range(5000), 1.0)
 
@@ -486,7 +486,7 @@ def test_writer_thread_survives_any_error():
 
 
 def test_writer_without_its_thread_cancels_changes():
-    """As in a process that was forked from the one that made it."""
+    """As after a fork, which does not copy threads."""
     writer = CacheWriter(CpuCache({}), PromotionSources([]), 100)
     alive = writer._thread
     writer._thread = threading.Thread(target=lambda: None)

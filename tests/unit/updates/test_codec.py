@@ -1,4 +1,4 @@
-"""Update messages to arrays and back: golden messages, rejected messages, nothing else lost."""
+"""Update messages to arrays and back: golden messages, and faulty messages that are rejected alone."""
 
 import re
 import struct
@@ -80,7 +80,7 @@ def same(mine, other):
         ("hps_uint32", 32, [2**32 - 1, 42], [[1, -2], [2, 3]]),
     ],
 )
-def test_hps_golden_messages_both_ways(name, key_bits, keys, rows):
+def test_hps_golden_messages_are_encoded_and_decoded(name, key_bits, keys, rows):
     golden = (MESSAGES / f"{name}.bin").read_bytes()
     (update,) = decode(golden, key_bits=key_bits).updates
     assert update.table == "ads"
@@ -165,7 +165,7 @@ def test_hps_messages_are_filled_up_to_the_limit():
     assert encode_hps(keys[:0], vectors[:0]) == []
 
 
-def test_hps_topics():
+def test_hps_topic_is_made_and_parsed():
     assert hps_table(hps_topic("wdl", "sparse_0")) == ("wdl", "sparse_0")
     for other in ("hps_et.wdl", "hps_et.a.b.c", "xhps_et.a.b", "hps_et.a.b\n", "__hps_beacon"):
         assert hps_table(other) is None
@@ -180,7 +180,7 @@ GOLDEN = TableChanges(
     np.array([-1]),
     np.array([NOW << 20 | 8], np.uint64),
 )
-SAID = {"event_ms": NOW, "ttl_s": 86_400, "step": 1234, "dense_version": 3}
+ATTRIBUTES = {"event_ms": NOW, "ttl_s": 86_400, "step": 1234, "dense_version": 3}
 
 
 @pytest.mark.parametrize("name", ["native", "native_newer_minor"])
@@ -189,12 +189,12 @@ def test_native_golden_messages_decode(name):
     (update,) = found.updates
     assert update.table == "ctr/ads"
     same(update.changes, GOLDEN)
-    assert {field: int(update.messages[field][0]) for field in SAID} == SAID
+    assert {field: int(update.messages[field][0]) for field in ATTRIBUTES} == ATTRIBUTES
 
 
 def test_native_encoding_equals_the_golden_message():
     golden = (MESSAGES / "native.bin").read_bytes()
-    assert encode_native("ctr/ads", GOLDEN, MessageAttributes(**SAID)) == [golden]
+    assert encode_native("ctr/ads", GOLDEN, MessageAttributes(**ATTRIBUTES)) == [golden]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

@@ -1,4 +1,4 @@
-"""Acknowledged direct writes are in the stores, whatever the clocks say."""
+"""Acknowledged direct writes are in the stores, even after clock changes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Node:
         self.start()
 
     def start(self) -> None:
-        """Restart: the clock has forgotten its versions."""
+        """Restart with a clock that has made no versions yet."""
         stores = [FedStore(f"store{i}", store) for i, store in enumerate(self.stores)]
         self.direct = DirectWriter(stores, self.writer, UpdateMeter(Metrics()))
 

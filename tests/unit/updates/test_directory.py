@@ -209,7 +209,7 @@ AHEAD = message([(2, 1.0, 1)], made_ms=NOW_MS + 7_200_000)
         ("a.hpsu", GOOD + bytes(70) + GOOD, Reason.BAD_MAGIC, "byte 96: bad_magic; the rest was", [1]),
         ("a.hpsu", GOOD[:12] + b"\xff" * 4 + GOOD[16:], Reason.OVERSIZE, "byte 0: oversize", []),
         ("a.hpsu", GOOD[:12] + bytes(4) + GOOD[16:], Reason.TRUNCATED, "byte 0: truncated", []),
-        ("a.hpsu", message([(1, 1.0, 1)], table="m/nobody"), Reason.UNKNOWN_TABLE, "unknown_table", []),
+        ("a.hpsu", message([(1, 1.0, 1)], table="m/unknown"), Reason.UNKNOWN_TABLE, "unknown_table", []),
         ("a.hpsu", message([(1, 1.0, 1)], dim=3), Reason.ROW_SIZE, "row_size", []),
         ("a.hpsu", GOOD + AHEAD + message([(3, 1.0, 1)]), Reason.AHEAD, "byte 96: ahead", [1, 3]),
         ("m.items.npz", b"PK" + bytes(99), Reason.MALFORMED, "not an npz file", []),
@@ -237,7 +237,7 @@ def test_bad_files_are_rejected_and_later_ones_applied(
     ("name", "dim", "report"),
     [
         ("items.npz", 2, "names no table: call it <model>.<table>.<anything>.npz"),
-        ("m.nobody.1.npz", 2, "unknown_table: m/nobody"),
+        ("m.unknown.1.npz", 2, "unknown_table: m/unknown"),
         ("m.items.1.npz", 4, "row_size: m/items, dim 4"),
     ],
 )

@@ -32,7 +32,9 @@ def changes(n=3, gone=2, dim=2):
         (np.zeros(1, int), np.zeros((1, 2), "f4"), {"full": 23}, "24 bytes, but at most 23"),
     ],
 )
-def test_encode_hps_rejects_what_the_format_cannot_hold(keys, vectors, options, message):
+def test_encode_hps_rejects_keys_and_arrays_that_do_not_fit_the_format(
+    keys, vectors, options, message
+):
     with pytest.raises(ValueError, match=message):
         encode_hps(keys, vectors, **options)
 

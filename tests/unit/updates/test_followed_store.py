@@ -293,7 +293,7 @@ def test_reading_starts_at_the_first_message_without_a_position(make):
 
 
 def test_restarted_reader_continues_at_the_position_of_the_caches(make):
-    """Not at the store's position, which is ahead."""
+    """The store's position is ahead of it."""
     node, feeder = make([(1, False)] * 6)
     feeder.feed(6)
     node.step()

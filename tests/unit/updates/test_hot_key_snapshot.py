@@ -30,7 +30,7 @@ def insert(cache, keys):
     cache.insert(TABLE, keys, np.zeros((len(keys), 2), np.float32), np.ones(len(keys), np.uint64))
 
 
-def test_snapshot_round_trip(tmp_path):
+def test_snapshot_is_read_as_written(tmp_path):
     path = tmp_path / "hot"
     write_hot_keys(path, HOT)
     found = read_hot_keys(path)

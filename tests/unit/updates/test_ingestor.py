@@ -328,7 +328,7 @@ def test_position_of_an_untouched_table_is_recorded_later(harness, monkeypatch):
     harness.source.batches = [batch(5, items=changes([(1, 1.0, 1)]))]
     harness.ingestor.step()
     assert harness.store.applied(USERS, "t", 0) is None
-    assert harness.positions.start_offset("t", 0) is None, "users may lack all of it"
+    assert harness.positions.start_offset("t", 0) is None, "users may miss all of it"
     monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
     harness.ingestor.step()
     assert harness.store.applied(USERS, "t", 0) == 5
@@ -520,7 +520,7 @@ def test_problem_before_the_first_poll_is_reported(harness, monkeypatch):
 
 
 def test_position_is_recorded_with_the_last_rows_of_its_table(harness):
-    """A batch may have rows of a table in two formats: the first must not claim its position."""
+    """A batch may have two updates of a table: the first must not record the batch's position."""
     recorded = []
 
     class Watched:
@@ -584,7 +584,7 @@ def test_store_that_lost_rows_is_filled_again(harness, monkeypatch, more):
 
 
 def test_topic_without_tables_is_not_read_again(harness, monkeypatch):
-    """No store has any of it: its messages are dead letters."""
+    """No store has a position in it: its messages are dead letters."""
     monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
     assert harness.positions.start_offset("unknown", 0) is None
     letter = DeadLetter(Reason.UNKNOWN_TABLE, 0, StreamPosition("unknown", 0, 0), b"")

@@ -38,7 +38,7 @@ def changes_of(path, block: int = 3) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("ending", ["npz", "parquet"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_exports_round_trip(tmp_path, ending, dtype):
+def test_exports_are_read_as_written(tmp_path, ending, dtype):
     table = EmbeddingTable.make("t", 2, model="m", dtype=dtype)
     path = tmp_path / f"rows.{ending}"
     dead = TableRows(KEYS[3:], np.zeros((1, 2), dtype), VERSIONS[3:])

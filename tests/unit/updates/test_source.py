@@ -1,4 +1,4 @@
-"""Number of rows in a batch."""
+"""The number of rows in an update batch."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Versions from the clock: they only grow, and two clocks give different ones."""
+"""Versions from the clock: they only increase, and those of two clocks differ."""
 
 from __future__ import annotations
 

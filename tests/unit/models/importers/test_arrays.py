@@ -24,7 +24,7 @@ def all_of(array, rows=3):
 class TestNpz:
     @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
     @pytest.mark.parametrize("dtype", ["f4", "f8", "f2", ">f4", "<i8", "u8", ">i4"])
-    def test_reads_what_numpy_writes(self, tmp_path, save, dtype):
+    def test_arrays_written_by_numpy_are_read(self, tmp_path, save, dtype):
         values = (ROWS * 100).astype(dtype)
         save(tmp_path / "a.npz", w=values, empty=values[:0])
         file = open_npz(tmp_path / "a.npz")
@@ -32,7 +32,7 @@ class TestNpz:
         assert file.arrays["w"].shape == (10, 4)
         assert list(file.arrays["empty"].blocks(5)) == []
 
-    def test_fortran_order(self, tmp_path):
+    def test_fortran_order_is_read_unless_compressed(self, tmp_path):
         np.savez(tmp_path / "a.npz", w=np.asfortranarray(ROWS))
         assert all_of(open_npz(tmp_path / "a.npz").arrays["w"]).tolist() == ROWS.tolist()
         np.savez_compressed(tmp_path / "b.npz", w=np.asfortranarray(ROWS))
@@ -44,7 +44,7 @@ class TestNpz:
         with pytest.raises(ModelError, match="pickled Python objects, which are never executed"):
             open_npz(tmp_path / "a.npz")
 
-    def test_damage(self, tmp_path):
+    def test_missing_and_damaged_npz_are_rejected(self, tmp_path):
         path = tmp_path / "a.npz"
         with pytest.raises(ModelError, match="is missing"):
             open_npz(path)
@@ -57,7 +57,7 @@ class TestNpz:
         with pytest.raises(ModelError, match="'w'"):
             open_npz(path)
 
-    def test_damaged_compressed_data(self, tmp_path):
+    def test_damaged_compressed_data_is_rejected(self, tmp_path):
         path = tmp_path / "a.npz"
         np.savez_compressed(path, w=np.random.default_rng(0).random((5000, 4)))
         data = bytearray(path.read_bytes())
@@ -68,7 +68,7 @@ class TestNpz:
 
 
 class TestSafetensors:
-    def test_reads_what_safetensors_writes(self, tmp_path):
+    def test_arrays_written_by_safetensors_are_read(self, tmp_path):
         arrays = {
             "w": ROWS,
             "h": ROWS.astype("f2"),
@@ -82,7 +82,7 @@ class TestSafetensors:
             assert all_of(file.arrays[name]).tolist() == arrays[name].tolist()
             assert file.arrays[name].dtype == arrays[name].dtype.name
 
-    def test_bfloat16_and_unknown_types(self, tmp_path):
+    def test_bfloat16_is_widened_and_unknown_types_are_rejected(self, tmp_path):
         bits = np.array([[0x3F80, 0x4000]], "<u2")
         path = write(
             tmp_path,
@@ -100,7 +100,7 @@ class TestSafetensors:
             tables_from_arrays(file, [TableChoice("t", ("f8",))])
 
     @pytest.mark.parametrize(
-        ("entry", "said"),
+        ("entry", "message"),
         [
             ({"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 12]}, "needs 16 bytes"),
             ({"dtype": "F32", "shape": [9, 9], "data_offsets": [0, 324]}, "only 16 follow"),
@@ -111,8 +111,8 @@ class TestSafetensors:
             ([], "entry of 'w' is damaged"),
         ],
     )
-    def test_inconsistent_headers_are_rejected(self, tmp_path, entry, said):
-        with pytest.raises(ModelError, match=said):
+    def test_inconsistent_headers_are_rejected(self, tmp_path, entry, message):
+        with pytest.raises(ModelError, match=message):
             open_safetensors(write(tmp_path, {"w": entry}, bytes(16)))
 
     @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ class TestSafetensors:
             struct.pack("<Q", 2) + b"[]",
         ],
     )
-    def test_not_a_safetensors_file(self, tmp_path, data):
+    def test_other_bytes_are_rejected_as_not_safetensors(self, tmp_path, data):
         (tmp_path / "x.safetensors").write_bytes(data)
         with pytest.raises(ModelError, match="not a safetensors file"):
             open_safetensors(tmp_path / "x.safetensors")
@@ -154,7 +154,7 @@ def read(table):
 
 
 class TestChoice:
-    def test_row_numbers_are_the_keys(self, tmp_path):
+    def test_row_numbers_are_the_keys_by_default(self, tmp_path):
         (table,) = tables_from_arrays(
             memory_file(tmp_path, w=ROWS, b=ROWS[0]), [TableChoice("t", ("w",))]
         )
@@ -164,7 +164,7 @@ class TestChoice:
         assert (table.rows, table.dim, table.parts) == (10, 4, ())
 
     @pytest.mark.parametrize("dtype", ["i8", "u8", "i4", ">i8", "u2"])
-    def test_keys_from_an_array(self, tmp_path, dtype):
+    def test_keys_are_taken_from_the_chosen_array(self, tmp_path, dtype):
         ids = (np.arange(10)[::-1] * 7).astype(dtype)
         file = memory_file(tmp_path, w=ROWS, ids=ids)
         (table,) = tables_from_arrays(file, [TableChoice("t", ("w",), "ids")])
@@ -205,17 +205,17 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("vectors", "keys"), [("u.vectors", "u.keys"), ("u_vectors", "u_keys")]
     )
-    def test_pairs_are_found_by_their_names(self, tmp_path, vectors, keys):
+    def test_pairs_of_keys_and_vectors_are_recognized_by_name(self, tmp_path, vectors, keys):
         file = memory_file(tmp_path, **{vectors: ROWS, keys: np.arange(10) + 5, "other": ROWS})
         (table,) = tables_from_arrays(file, [])
         assert (table.name, read(table)[0][0]) == ("u", 5)
 
-    def test_the_only_matrix(self, tmp_path):
+    def test_only_matrix_of_a_file_is_its_table(self, tmp_path):
         (table,) = tables_from_arrays(memory_file(tmp_path, **{"emb.weight": ROWS}), [])
         assert table.name == "emb"
 
     @pytest.mark.parametrize(
-        ("choice", "said"),
+        ("choice", "message"),
         [
             (
                 TableChoice("t", ("x",)),
@@ -233,12 +233,12 @@ class TestChoice:
             (TableChoice("t", ("w",), "few"), r"'few' has 3 keys, but there are 10 rows"),
         ],
     )
-    def test_invalid_choices_are_rejected(self, tmp_path, choice, said):
+    def test_invalid_choices_are_rejected(self, tmp_path, choice, message):
         file = memory_file(
             tmp_path, w=ROWS, ids=np.arange(10), few=np.arange(3), wide=ROWS.T.copy(),
             iw=ROWS.astype(np.int64),
         )  # fmt: skip
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=message):
             tables_from_arrays(file, [choice])
 
     def test_ambiguous_arrays_are_rejected(self, tmp_path):
@@ -269,5 +269,5 @@ class TestChoice:
         [("layers.user.weight", "layers_user"), ("a/b:c", "a_b_c"), ("weight", "weight"), ("...", "table"),
          ("é", "table"), ("x" * 200, "x" * 120)],
     )  # fmt: skip
-    def test_table_names(self, source, name):
+    def test_table_name_is_made_from_the_source(self, source, name):
         assert table_name(source) == name

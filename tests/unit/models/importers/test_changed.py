@@ -80,7 +80,7 @@ def source(tmp_path, save_torch, tensor):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shortened_file_is_an_error(source, kind):
-    """In a separate process: a mapped file would end it."""
+    """Imported in a separate process, which a shortened mapped file would end."""
     path, file = source(kind)
     done = subprocess.run(
         [sys.executable, "-c", SHORTEN, path, file],

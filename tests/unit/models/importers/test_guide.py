@@ -93,7 +93,7 @@ def test_guide_lists_the_manifest_fields():
 
 
 def test_guide_quotes_the_messages():
-    """Every quoted part of a message in the guide stands in the code."""
+    """Every quoted part of a message in the guide occurs in the code."""
     code = " ".join(
         path.read_text()
         for folder in ("hps/models", "hps/tiers")

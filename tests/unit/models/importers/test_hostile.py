@@ -1,4 +1,4 @@
-"""Files that are damaged or made to do harm: an error that names the file, quickly, in little memory."""
+"""Damaged and malicious files: a quick error that names the file, in little memory."""
 
 import io
 import json
@@ -39,7 +39,7 @@ class TestPickles:
     """Python's own unpickler hangs on some of these and takes gigabytes for others."""
 
     def test_large_memo_number_allocates_nothing(self):
-        """Python's makes its memo twice as long as the largest number: 16 GB here."""
+        """Python's unpickler makes its memo twice as long as the largest number: 16 GB here."""
         assert read_pickle(b"\x80\x02Nr\xff\xff\xff\x3f.") is None
 
     @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ class TestPickles:
         pickled = b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00itemsNsb."
         assert read_pickle(pickled) == {}
 
-    def test_the_number_of_operations_is_bounded(self, monkeypatch):
+    def test_number_of_operations_is_bounded(self, monkeypatch):
         monkeypatch.setattr("hps.models.importers.torch_pickle._MAX_OPERATIONS", 1000)
         with pytest.raises(pickle.UnpicklingError, match="more than 1000 operations"):
             read_pickle(b"\x80\x02" + b"]" * 2000 + b".")
@@ -115,14 +115,14 @@ class TestArchives:
         assert open_torch(tmp_path / "b.pt").arrays["w"].shape == (2, 2)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
-    def test_an_empty_tensor_of_any_size(self, tmp_path, save_torch, fake_torch):
+    def test_empty_tensor_with_a_huge_dim_is_read(self, tmp_path, save_torch, fake_torch):
         storage = fake_torch.Storage(np.zeros(1, np.float32), "float32")
         huge = fake_torch.Tensor(storage, 0, (1 << 61, 0), (1, 1))
         path = save_torch(tmp_path / "n.pt", {"w": huge})
         assert list(open_torch(path).arrays["w"].blocks(1 << 20)) == []
 
     @pytest.mark.parametrize("flag", [1, 1 << 6])
-    def test_an_encrypted_entry(self, tmp_path, flag):
+    def test_encrypted_entry_is_rejected(self, tmp_path, flag):
         """Flags are read from the directory at the archive's end."""
         path = tmp_path / "e.npz"
         np.savez(path, w=np.ones((2, 2)))
@@ -146,7 +146,7 @@ class TestArchives:
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"),
+    ("shape", "message"),
     [
         ([1 << 32, 1 << 32], "needs 73786976294838206464 bytes, the header gives it 0"),
         ([1 << 70, 0], "say which arrays"),
@@ -154,11 +154,11 @@ class TestArchives:
         ([-2, -2], "lies at bytes"),
     ],
 )
-def test_safetensors_shapes_with_wrong_sizes_are_rejected(tmp_path, shape, said):
+def test_safetensors_shapes_with_wrong_sizes_are_rejected(tmp_path, shape, message):
     header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
     path = tmp_path / "w.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         read_all(path)
 
 
@@ -218,8 +218,8 @@ def test_source_is_searched_in_the_folder_first(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path / "here")
     choice = TableChoice.parse("users=users")
     assert plan_import(tmp_path / "given", [choice], format=kind).tables[0].rows == 3
-    elsewhere = TableChoice.parse(f"users={tmp_path / 'here' / 'users'}")
-    assert plan_import(tmp_path / "given", [elsewhere], format=kind).tables[0].rows == 7
+    other = TableChoice.parse(f"users={tmp_path / 'here' / 'users'}")
+    assert plan_import(tmp_path / "given", [other], format=kind).tables[0].rows == 7
 
 
 def _files(save_torch, tensor, folder):
@@ -281,9 +281,9 @@ def test_damaged_file_is_read_or_rejected(seeds, tmp_path, which, seed):
     path.write_bytes(_damaged(data, random.Random(seed)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # zipfile and NumPy remark on some of it
-        said = str(path)
+        message = str(path)
         try:
             read_all(path)
         except ModelError as error:
-            said = str(error)
-    assert str(path) in said
+            message = str(error)
+    assert str(path) in message

@@ -32,7 +32,7 @@ def folder_of(path, keys=KEYS, rows=ROWS):
 
 
 class TestHugeCtr:
-    def test_folder_of_tables_with_different_dims(self, tmp_path):
+    def test_tables_of_a_folder_may_have_different_dims(self, tmp_path):
         folder_of(tmp_path / "src/users")
         folder_of(tmp_path / "src/items", rows=np.ones((10, 16)))
         plan = plan_import(tmp_path / "src")
@@ -48,14 +48,14 @@ class TestHugeCtr:
         manifest = Repository(tmp_path / "models").open("ctr").manifest
         assert manifest.metadata == {"source": "src", "format": "hugectr", "auc": 1}
 
-    def test_one_folder_and_chosen_names(self, tmp_path):
+    def test_folder_is_imported_under_the_chosen_name(self, tmp_path):
         folder_of(tmp_path / "0_sparse_2000.model")
         (table,) = plan_import(tmp_path / "0_sparse_2000.model").tables
         assert table.name == "0_sparse_2000_model"
         plan = plan_import(tmp_path, [TableChoice("users", ("0_sparse_2000.model",))])
         assert plan.tables[0].name == "users"
 
-    def test_a_truncated_file_names_the_sizes(self, tmp_path):
+    def test_truncated_file_is_rejected_with_its_sizes(self, tmp_path):
         folder = folder_of(tmp_path / "src/users")
         (folder / "emb_vector").write_bytes(bytes(159))
         with pytest.raises(
@@ -211,7 +211,7 @@ class TestParquet:
         ],
         ids=["list", "list of double", "fixed size list", "large list"],
     )
-    def test_a_list_column(self, tmp_path, vectors):
+    def test_list_column_is_read_as_vectors(self, tmp_path, vectors):
         path = self.write(tmp_path / "items.parquet", {"id": KEYS, "v": vectors}, row_group_size=3)
         (table,) = plan_import(path).tables
         assert (table.name, table.dim, table.rows) == ("items", 4, 10)
@@ -219,14 +219,14 @@ class TestParquet:
         assert np.concatenate([k for k, _ in chunks]).tolist() == KEYS.tolist()
         assert np.concatenate([v for _, v in chunks]).tolist() == ROWS.tolist()
 
-    def test_a_column_per_value(self, tmp_path):
+    def test_float_columns_are_read_as_vectors(self, tmp_path):
         columns = {"a": ROWS[:, 0], "item_id": KEYS.astype(np.uint64), "b": ROWS[:, 1].astype("f8")}
         (table,) = plan_import(self.write(tmp_path / "t.parquet", columns)).tables
         ((keys, vectors),) = table.chunks()
         assert keys.tolist() == KEYS.astype(np.uint64).view(np.int64).tolist()
         assert vectors.tolist() == ROWS[:, :2].tolist()
 
-    def test_chosen_columns(self, tmp_path):
+    def test_columns_are_chosen_by_name_and_pattern(self, tmp_path):
         columns = {"id": KEYS, "ts": KEYS, "e0": ROWS[:, 0], "e1": ROWS[:, 1], "price": ROWS[:, 2]}
         path = self.write(tmp_path / "t.parquet", columns)
         (table,) = plan_import(path, [TableChoice("t", (), "id", "e*")]).tables
@@ -253,13 +253,13 @@ class TestParquet:
         with pytest.raises(ModelError, match=r"part-2.parquet: its columns differ"):
             plan_import(tmp_path / "src", [TableChoice("items", ("items",))])
 
-    def test_a_folder_of_tables(self, tmp_path):
+    def test_each_file_of_a_folder_is_a_table(self, tmp_path):
         for name in ("users", "items"):
             self.write(tmp_path / "src" / f"{name}.parquet", {"id": KEYS, "v": list(ROWS)})
         assert [t.name for t in plan_import(tmp_path / "src").tables] == ["items", "users"]
 
     @pytest.mark.parametrize(
-        ("columns", "said"),
+        ("columns", "message"),
         [
             (
                 {"id": pa.array([1, None]), "v": [[1.0], [2.0]]},
@@ -278,13 +278,13 @@ class TestParquet:
             ({"id": [1, 2], "v": [[1.0], [1e300]]}, r"row 1 \(key 2\) holds NaN or a value"),
         ],
     )
-    def test_bad_rows_are_named(self, tmp_path, columns, said):
+    def test_bad_rows_are_rejected_with_their_positions(self, tmp_path, columns, message):
         plan = plan_import(self.write(tmp_path / "t.parquet", columns))
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=message):
             import_model(tmp_path / "models", "m", plan)
         assert not (tmp_path / "models/m").exists()
 
-    def test_damage(self, tmp_path):
+    def test_truncated_parquet_is_rejected(self, tmp_path):
         path = self.write(tmp_path / "t.parquet", {"id": KEYS, "v": list(ROWS)})
         path.write_bytes(path.read_bytes()[:-20])
         with pytest.raises(ModelError, match="is not a readable Parquet file"):
@@ -309,7 +309,7 @@ class TestDescription:
             ("big", "big", 0),
         ]
 
-    def test_features_given(self, tmp_path, npz):
+    def test_explicit_features_replace_the_default_ones(self, tmp_path, npz):
         plan = plan_import(npz, [TableChoice("all", ("e.*",))])
         given = [
             FeatureSpec(name="user", table="all"),
@@ -318,7 +318,7 @@ class TestDescription:
         import_model(tmp_path / "models", "m", plan, spec=describe(tmp_path, "m", plan, given))
         assert Repository(tmp_path / "models").open("m").spec.features == given
 
-    def test_a_second_version_keeps_the_description(self, tmp_path, npz):
+    def test_second_version_keeps_the_description_and_must_match_it(self, tmp_path, npz):
         plan = plan_import(npz, [TableChoice("big", ("big",))])
         import_model(tmp_path / "models", "m", plan)
         path = tmp_path / "models/m/model.yaml"
@@ -373,7 +373,7 @@ def test_unknown_suffix_requires_a_format(tmp_path, name):
         plan_import(tmp_path / name)
 
 
-def test_formats_by_name(tmp_path):
+def test_explicit_format_is_used_and_unknown_sources_are_rejected(tmp_path):
     np.savez(tmp_path / "t.npz", w=ROWS)
     (tmp_path / "t.npz").rename(tmp_path / "weights")
     assert plan_import(tmp_path / "weights", format="npz").tables[0].rows == 10

@@ -22,7 +22,7 @@ def read(file, name, rows=3):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
 @pytest.mark.parametrize("byteorder", ["little", "big"])
-def test_floats(tmp_path, save_torch, tensor, dtype, byteorder):
+def test_float_tensors_are_read(tmp_path, save_torch, tensor, dtype, byteorder):
     values = np.random.default_rng(0).random((10, 4)).astype(dtype)
     path = save_torch(tmp_path / "net.pt", {"emb.weight": tensor(values)}, byteorder=byteorder)
     file = open_torch(path)
@@ -40,14 +40,14 @@ def test_bfloat16_is_widened_exactly(tmp_path, save_torch, tensor):
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int32", "int16", "int8", "uint8", "bool"])
-def test_integers_can_be_keys(tmp_path, save_torch, tensor, dtype):
+def test_integer_tensors_are_read_unchanged(tmp_path, save_torch, tensor, dtype):
     values = np.array([1, 0, 1], dtype)
     array = open_torch(save_torch(tmp_path / "n.pt", {"ids": tensor(values)})).arrays["ids"]
     assert array.dtype == dtype
     assert np.concatenate(list(array.blocks(2))).tolist() == values.tolist()
 
 
-def test_views_of_one_storage(tmp_path, save_torch, fake_torch):
+def test_views_of_one_storage_are_read(tmp_path, save_torch, fake_torch):
     """Slices, transposes and rows with gaps share the bytes they were cut from."""
     data = np.arange(100, dtype=np.float32)
     shared = fake_torch.Storage(data, "float32")
@@ -62,7 +62,7 @@ def test_views_of_one_storage(tmp_path, save_torch, fake_torch):
     assert read(file, "gaps").tolist() == [[3 + 10 * i, 5 + 10 * i] for i in range(9)]
 
 
-def test_nested_checkpoints_parameters_and_other_values(tmp_path, save_torch, tensor):
+def test_tensors_of_nested_checkpoints_are_named_by_their_path(tmp_path, save_torch, tensor):
     rows = np.ones((2, 3), np.float32)
     obj = {
         "epoch": 7,
@@ -82,14 +82,14 @@ def test_nested_checkpoints_parameters_and_other_values(tmp_path, save_torch, te
     assert read(file, "state_dict.p").tolist() == rows.tolist()
 
 
-def test_a_state_dict_carries_its_metadata_as_an_attribute(tmp_path, save_torch, tensor):
+def test_state_dict_with_metadata_attribute_is_read(tmp_path, save_torch, tensor):
     state = OrderedDict([("emb.weight", tensor(np.ones((2, 3), np.float32)))])
     state._metadata = OrderedDict([("", {"version": 1}), ("emb", {"version": 1})])
     file = open_torch(save_torch(tmp_path / "net.pt", state))
     assert list(file.arrays) == ["emb.weight"]
 
 
-def test_untyped_storages(tmp_path, save_torch, fake_torch):
+def test_tensors_of_untyped_storages_are_read(tmp_path, save_torch, fake_torch):
     data = np.arange(6, dtype=np.float32)
     raw = fake_torch.Storage(data.view(np.uint8), "untyped")
     file = open_torch(
@@ -103,7 +103,7 @@ def test_bare_tensor_is_named_after_its_file(tmp_path, save_torch, tensor):
     assert list(file.arrays) == ["items"]
 
 
-def test_empty_tensors(tmp_path, save_torch, tensor):
+def test_empty_tensor_is_read(tmp_path, save_torch, tensor):
     file = open_torch(save_torch(tmp_path / "n.pt", {"w": tensor(np.empty((0, 4), np.float32))}))
     assert read(file, "w").shape == (0, 4)
 
@@ -136,7 +136,7 @@ class TestNothingIsExecuted:
                 return call
 
         class Quiet:
-            """Put beside a tensor, as an attacker would."""
+            """A second value of the same pickle."""
 
             def __reduce__(self):
                 return call
@@ -194,7 +194,7 @@ class TestNothingIsExecuted:
         ids=["dict", "slots", "list"],
     )
     def test_tensors_cannot_be_altered_by_later_operations(self, target, state):
-        """BUILD sets attributes on whatever lies on the stack, past the checks."""
+        """BUILD sets attributes of the object on the stack, past the checks of its constructor."""
         read_pickle(b"\x80\x02" + target + b".")
         with pytest.raises(pickle.UnpicklingError):
             read_pickle(b"\x80\x02" + target + state + b"b.")
@@ -203,11 +203,11 @@ class TestNothingIsExecuted:
         "pickled",
         [b"", b"\x80\x02", b"\x80\x02.", b"\x80\x02(((", b"\x80\x02]]]" * 9, b"garbage" * 30],
     )
-    def test_damaged_pickles(self, pickled):
+    def test_damaged_pickles_are_rejected(self, pickled):
         with pytest.raises(pickle.UnpicklingError):
             read_pickle(pickled)
 
-    def test_deep_nesting(self, tmp_path, save_torch):
+    def test_deep_nesting_is_rejected(self, tmp_path, save_torch):
         pickled = b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."
         with pytest.raises(ModelError, match="nests deeper than 64 dicts and lists"):
             open_torch(save_torch(tmp_path / "n.pt", None, pickled=pickled))
@@ -218,31 +218,31 @@ class TestDamage:
         with pytest.raises(ModelError, match=r"net.pt is missing"):
             open_torch(tmp_path / "net.pt")
 
-    def test_the_legacy_format(self, tmp_path):
+    def test_legacy_format_is_rejected_with_a_remedy(self, tmp_path):
         (tmp_path / "old.pt").write_bytes(pickle.dumps(0x1950A86A20F9469CFC6C, 2))
         with pytest.raises(ModelError, match=r"legacy format .*save it again with torch\.save"):
             open_torch(tmp_path / "old.pt")
 
-    def test_torchscript(self, tmp_path, save_torch, tensor):
+    def test_torchscript_archive_is_rejected(self, tmp_path, save_torch, tensor):
         path = save_torch(tmp_path / "s.pt", {"w": tensor(np.ones((1, 1)))})
         with zipfile.ZipFile(path, "a") as archive:
             archive.writestr("archive/constants.pkl", b"")
         with pytest.raises(ModelError, match="TorchScript archive, which holds code"):
             open_torch(path)
 
-    def test_truncated(self, tmp_path, save_torch, tensor):
+    def test_truncated_archive_is_rejected(self, tmp_path, save_torch, tensor):
         path = save_torch(tmp_path / "n.pt", {"w": tensor(np.ones((100, 100)))})
         path.write_bytes(path.read_bytes()[:-100])
         with pytest.raises(ModelError, match=r"no zip directory at its end.*: truncated"):
             open_torch(path)
 
-    def test_another_zip(self, tmp_path):
+    def test_other_zip_archive_is_rejected(self, tmp_path):
         with (tmp_path / "n.pt").open("wb") as file:
             np.savez(file, a=np.ones(3))
         with pytest.raises(ModelError, match=r"without a data\.pkl"):
             open_torch(tmp_path / "n.pt")
 
-    def test_missing_and_compressed_bytes(self, tmp_path, save_torch, tensor):
+    def test_missing_and_compressed_bytes_are_rejected(self, tmp_path, save_torch, tensor):
         path = save_torch(tmp_path / "n.pt", {"w": tensor(np.ones((3, 3)))}, compression=8)
         with pytest.raises(ModelError, match="'w' is compressed"):
             open_torch(path)
