@@ -60,47 +60,16 @@ def sorted_chunks(
 
     ``scratch``: a folder for temporary files, which is made if needed, and removed at the end.
     ``spreading``: opens the progress task for the rows that are written to it."""
+    sort = _ExternalSort(files, to_codes, duplicates, scratch)
     vector_bytes = files.rows * files.dim * 4
     if files.rows <= SORT_ROWS and vector_bytes <= _cacheable_bytes():
-        return _gathered(files, to_codes, duplicates, scratch)
-    return _bucketed(files, to_codes, duplicates, scratch, spreading)
+        return sort.gathered()
+    return sort.bucketed(spreading)
 
 
 def block_rows(dim: int) -> int:
     """Return the rows per block: about 2 MB, which fits a processor's cache."""
     return max(256, _BLOCK_BYTES // (dim * 4))
-
-
-def _gathered(
-    files: TableFiles,
-    to_codes: Callable[[KeyArray], Codes],
-    duplicates: DuplicateCounter,
-    scratch: Path,
-) -> Generator[Chunk, None, None]:
-    code, at = sort_last(to_codes(files.keys()), duplicates)
-    vectors, step = _private_vectors(files, scratch), block_rows(files.dim)
-    for start in range(0, len(code), step):
-        rows = np.empty((min(step, len(code) - start), files.dim), np.float32)
-        np.take(vectors, at[start : start + step], axis=0, out=rows, mode="clip")
-        yield code[start : start + step], rows
-
-
-def _private_vectors(files: TableFiles, scratch: Path) -> NDArray[np.float32]:
-    """Return a copy of the vectors (rows, dim) that no other process can change."""
-    size = files.rows * files.dim * 4
-    if size <= BUCKET_BYTES:
-        return files.vectors()
-    scratch.mkdir(parents=True, exist_ok=True)
-    try:
-        copy = scratch / "vectors"
-        files.copy_vectors(copy)
-        if (copied := copy.stat().st_size) != size:
-            raise ModelError(
-                f"{files.vector_path} was changed while it was copied: {copied} bytes, expected {size}"
-            )
-        return np.memmap(copy, np.dtype("<f4"), "r", shape=(files.rows, files.dim))
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)  # the mapping of the removed file stays valid
 
 
 def sort_last(code: Codes, duplicates: DuplicateCounter) -> tuple[Codes, IndexArray]:
@@ -117,70 +86,98 @@ def sort_last(code: Codes, duplicates: DuplicateCounter) -> tuple[Codes, IndexAr
     return code[starts], np.maximum.reduceat(order, starts)
 
 
-def _bucketed(
-    files: TableFiles,
-    to_codes: Callable[[KeyArray], Codes],
-    duplicates: DuplicateCounter,
-    scratch: Path,
-    spreading: Task,
-) -> Generator[Chunk, None, None]:
-    record = _record_dtype(files.dim)
-    scratch.mkdir(parents=True, exist_ok=True)
-    try:
-        with spreading() as written:
-            paths = _spread(files, to_codes, duplicates, scratch, written)
-        for path in filter(Path.exists, paths):
-            rows = np.fromfile(path, record)
-            path.unlink()
-            code, at = sort_last(np.ascontiguousarray(rows["code"]), duplicates)
-            step = block_rows(files.dim)
-            for start in range(0, len(code), step):
-                part = slice(start, start + step)
-                yield code[part], rows["row"][at[part]]
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+@dataclass(frozen=True, slots=True)
+class _ExternalSort:
+    """The sort of one table's files, in either way; see `sorted_chunks`."""
+
+    files: TableFiles
+    to_codes: Callable[[KeyArray], Codes]
+    duplicates: DuplicateCounter
+    scratch: Path
+
+    def gathered(self) -> Generator[Chunk, None, None]:
+        """Sort all codes at once and gather the vectors."""
+        files = self.files
+        code, at = sort_last(self.to_codes(files.keys()), self.duplicates)
+        vectors, step = self._private_vectors(), block_rows(files.dim)
+        for start in range(0, len(code), step):
+            rows = np.empty((min(step, len(code) - start), files.dim), np.float32)
+            np.take(vectors, at[start : start + step], axis=0, out=rows, mode="clip")
+            yield code[start : start + step], rows
+
+    def _private_vectors(self) -> NDArray[np.float32]:
+        """Return a copy of the vectors (rows, dim) that no other process can change."""
+        files, scratch = self.files, self.scratch
+        size = files.rows * files.dim * 4
+        if size <= BUCKET_BYTES:
+            return files.vectors()
+        scratch.mkdir(parents=True, exist_ok=True)
+        try:
+            copy = scratch / "vectors"
+            files.copy_vectors(copy)
+            if (copied := copy.stat().st_size) != size:
+                raise ModelError(
+                    f"{files.vector_path} was changed while it was copied: {copied} bytes, expected {size}"
+                )
+            return np.memmap(copy, np.dtype("<f4"), "r", shape=(files.rows, files.dim))
+        finally:
+            # The mapping of the removed file stays valid.
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def bucketed(self, spreading: Task) -> Generator[Chunk, None, None]:
+        """Spread the rows over temporary files by ranges of codes, and sort one file after the other."""
+        files, scratch = self.files, self.scratch
+        record = _record_dtype(files.dim)
+        scratch.mkdir(parents=True, exist_ok=True)
+        try:
+            with spreading() as written:
+                paths = self._spread(written)
+            for path in filter(Path.exists, paths):
+                rows = np.fromfile(path, record)
+                path.unlink()
+                code, at = sort_last(np.ascontiguousarray(rows["code"]), self.duplicates)
+                step = block_rows(files.dim)
+                for start in range(0, len(code), step):
+                    part = slice(start, start + step)
+                    yield code[part], rows["row"][at[part]]
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _spread(self, progress: Callable[[int], None]) -> list[Path]:
+        """Append every row to the temporary file of its range of codes, in the order of the files.
+
+        Returns the paths of all ranges, ascending; ranges without rows have no file."""
+        files = self.files
+        record = _record_dtype(files.dim)
+        buckets = max(1, -(-files.rows * record.itemsize // BUCKET_BYTES))
+        paths = [self.scratch / f"{number}.rows" for number in range(buckets)]
+        sample = np.sort(self.to_codes(_sample(files)))
+        bounds = sample[np.arange(1, buckets) * len(sample) // buckets]
+        for keys, vectors in files.blocks(8 * block_rows(files.dim)):
+            # Duplicates are dropped here too: otherwise a key that is repeated a million times would make its
+            # temporary file large.
+            code, at = sort_last(self.to_codes(keys), self.duplicates)
+            block = np.empty(len(code), record)
+            block["code"] = code
+            block["row"] = vectors[at]
+            ends = [*np.searchsorted(code, bounds), len(code)]
+            begin = 0
+            for path, end in zip(paths, ends, strict=True):
+                if end > begin:
+                    # Opened again for each block: a large table has more ranges than a process may have open
+                    # files.
+                    with path.open("ab", buffering=0) as out:
+                        view = memoryview(block[begin:end].view(np.uint8).data)
+                        while len(view):
+                            view = view[out.write(view) :]
+                begin = end
+            progress(len(keys))
+        return paths
 
 
 def _record_dtype(dim: int) -> np.dtype[Any]:
     """The dtype of a row in a temporary file."""
     return np.dtype([("code", "<u8"), ("row", "<f4", (dim,))])
-
-
-def _spread(
-    files: TableFiles,
-    to_codes: Callable[[KeyArray], Codes],
-    duplicates: DuplicateCounter,
-    scratch: Path,
-    progress: Callable[[int], None],
-) -> list[Path]:
-    """Append every row to the temporary file of its range of codes, in the order of the files.
-
-    Returns the paths of all ranges, ascending; ranges without rows have no file."""
-    record = _record_dtype(files.dim)
-    buckets = max(1, -(-files.rows * record.itemsize // BUCKET_BYTES))
-    paths = [scratch / f"{number}.rows" for number in range(buckets)]
-    sample = np.sort(to_codes(_sample(files)))
-    bounds = sample[np.arange(1, buckets) * len(sample) // buckets]
-    for keys, vectors in files.blocks(8 * block_rows(files.dim)):
-        # Duplicates are dropped here too: otherwise a key that is repeated a million times would make its
-        # temporary file large.
-        code, at = sort_last(to_codes(keys), duplicates)
-        block = np.empty(len(code), record)
-        block["code"] = code
-        block["row"] = vectors[at]
-        ends = [*np.searchsorted(code, bounds), len(code)]
-        begin = 0
-        for path, end in zip(paths, ends, strict=True):
-            if end > begin:
-                # Opened again for each block: a large table has more ranges than a process may have open
-                # files.
-                with path.open("ab", buffering=0) as out:
-                    view = memoryview(block[begin:end].view(np.uint8).data)
-                    while len(view):
-                        view = view[out.write(view) :]
-            begin = end
-        progress(len(keys))
-    return paths
 
 
 def _sample(files: TableFiles) -> KeyArray:

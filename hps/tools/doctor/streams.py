@@ -15,8 +15,9 @@ from hps.tools.output import count, plural
 
 if TYPE_CHECKING:
     from hps.config.update_settings import DirectorySettings, KafkaSettings
+    from hps.tiers.positions import TopicPartition
     from hps.types import EmbeddingTable
-    from hps.updates.kafka.overview import GroupView, KafkaReport, TopicPartition, TopicView
+    from hps.updates.kafka.overview import GroupView, KafkaReport, TopicView
     from hps.updates.topics import TopicTables
 
 # Readers that keep up have a smaller lag.

@@ -10,7 +10,7 @@ import confluent_kafka as ck
 from confluent_kafka import admin
 
 from hps.errors import ConfigError, Unavailable
-from hps.updates.kafka.client import BrokerErrors, client_log, client_options
+from hps.updates.kafka.client import BrokerErrors, client_log, client_options, kafka_error_text
 
 _POLL_S = 0.1
 
@@ -126,8 +126,3 @@ class Brokers:
     def why(self) -> str:
         """librdkafka's last error about the brokers, in brackets."""
         return f" ({self._errors.text})" if self._errors.text else ""
-
-
-def kafka_error_text(error: Exception) -> str:
-    first: Any = error.args[0] if error.args else error
-    return str(first.str() if isinstance(first, ck.KafkaError) else first)

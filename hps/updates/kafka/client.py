@@ -75,11 +75,16 @@ def check_options(settings: KafkaSettings) -> None:
     try:
         ck.Consumer({**options, "group.id": "hps"}, logger=client_log).close()
     except ck.KafkaException as error:
-        cause = error.args[0]
-        why = cause.str() if isinstance(cause, ck.KafkaError) else cause
         raise ConfigError(
-            f"updates.kafka: {why}; correct updates.kafka.options, whose names are librdkafka's"
+            f"updates.kafka: {kafka_error_text(error)}; correct updates.kafka.options, whose names are "
+            "librdkafka's"
         ) from None
+
+
+def kafka_error_text(error: Exception) -> str:
+    """librdkafka's text of a KafkaException or KafkaError."""
+    first: Any = error.args[0] if error.args else error
+    return str(first.str() if isinstance(first, ck.KafkaError) else first)
 
 
 class BrokerErrors:

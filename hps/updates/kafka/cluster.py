@@ -13,8 +13,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-d
 from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
 from hps.tiers.positions import TopicPartition
-from hps.updates.kafka.brokers import kafka_error_text
-from hps.updates.kafka.client import client_log, client_options
+from hps.updates.kafka.client import client_log, client_options, kafka_error_text
 from hps.updates.kafka.credentials import SaslCredentials
 
 _ANSWER_S = 2.0

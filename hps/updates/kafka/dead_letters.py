@@ -17,8 +17,14 @@ from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
 from hps.native.twin_codec import HEADER, MAGIC
 from hps.updates.codec import hps_table
-from hps.updates.kafka.brokers import Brokers, kafka_error_text
-from hps.updates.kafka.client import ATTEMPT_HEADER, LARGEST, SIZE_HEADER, attempt_of
+from hps.updates.kafka.brokers import Brokers
+from hps.updates.kafka.client import (
+    ATTEMPT_HEADER,
+    LARGEST,
+    SIZE_HEADER,
+    attempt_of,
+    kafka_error_text,
+)
 from hps.updates.kafka.kept_letters import LetterIdentity, Newest
 
 _REQUEUED = "hps-requeued"

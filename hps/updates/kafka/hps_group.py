@@ -10,7 +10,7 @@ import confluent_kafka as ck
 from hps.config.update_settings import NODE, KafkaSettings
 from hps.errors import Unavailable
 from hps.tiers.positions import TopicPartition
-from hps.updates.kafka.client import ANSWER_S, client_log, reader_options
+from hps.updates.kafka.client import ANSWER_S, client_log, kafka_error_text, reader_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,6 @@ def committed_by(
         found = consumer.committed(partitions, timeout=ANSWER_S)
     except ck.KafkaException as error:
         raise Unavailable(
-            f"Kafka: failed to read the offsets of {group}: {error.args[0].str()}"
+            f"Kafka: failed to read the offsets of {group}: {kafka_error_text(error)}"
         ) from None
     return {(each.topic, each.partition): each.offset for each in found if each.offset >= 0}

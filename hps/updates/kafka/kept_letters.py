@@ -1,4 +1,4 @@
-"""LetterIdentity of dead letters, and the set of kept ones, so that a message is kept only once."""
+"""Identities of dead letters, and the set of kept ones, so that a message is kept only once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple, TypeVar
 from hps.updates.source import DeadLetter, Reason
 
 MOST = 100_000
-"""Largest number of letters that are remembered, or listed: the newest."""
+"""Largest number of letters that are known as kept, or listed: the newest."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class LetterIdentity(NamedTuple):
-    """LetterIdentity of a dead letter: its message's place in Kafka, timestamp and number of sends.
+    """Identity of a dead letter: its message's place in Kafka, timestamp and number of sends.
 
     The timestamp (Unix ms) differs where a topic was created again. ``attempt`` distinguishes repetitions:
     `hps updates dlq --requeue` keeps the timestamp."""

@@ -12,10 +12,8 @@ from confluent_kafka import admin
 
 from hps.config.update_settings import KafkaSettings
 from hps.errors import ConfigError, Unavailable
-from hps.updates.kafka.brokers import kafka_error_text
-from hps.updates.kafka.client import BrokerErrors, client_log, client_options
-
-TopicPartition = tuple[str, int]
+from hps.tiers.positions import TopicPartition
+from hps.updates.kafka.client import BrokerErrors, client_log, client_options, kafka_error_text
 
 
 @dataclass(frozen=True, slots=True)

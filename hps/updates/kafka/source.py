@@ -19,8 +19,7 @@ from hps.observability.meters import StreamMeter
 from hps.tiers.positions import StreamPosition, TopicPartition
 from hps.tracing import recorder
 from hps.updates.kafka.assignment import AllPartitions, GroupMember
-from hps.updates.kafka.brokers import kafka_error_text
-from hps.updates.kafka.client import client_log, reader_options
+from hps.updates.kafka.client import client_log, kafka_error_text, reader_options
 from hps.updates.kafka.cluster import KafkaCluster, Topic
 from hps.updates.kafka.credentials import SaslCredentials
 from hps.updates.kafka.hps_group import ReaderGroup

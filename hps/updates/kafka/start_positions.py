@@ -12,8 +12,7 @@ from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
 from hps.observability.meters import StreamMeter
 from hps.tiers.positions import TopicPartition
-from hps.updates.kafka.brokers import kafka_error_text
-from hps.updates.kafka.client import ANSWER_S
+from hps.updates.kafka.client import ANSWER_S, kafka_error_text
 from hps.updates.kafka.cluster import KafkaCluster, Topic
 from hps.updates.kafka.hps_group import ReaderGroup, committed_by, committed_offsets
 from hps.updates.stream_positions import Readers, StreamPositions
