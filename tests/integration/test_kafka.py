@@ -399,8 +399,8 @@ def test_messages_that_kafka_deleted_are_counted_as_lost(broker, model, tmp_path
         for i in range(5):
             producer.produce(topic, native(model, i, 1.0, 1))
     admin = ck.admin.AdminClient({"bootstrap.servers": broker.address})
-    (gone,) = admin.delete_records([ck.TopicPartition(topic, 0, 3)]).values()
-    gone.result(20)
+    (deletion,) = admin.delete_records([ck.TopicPartition(topic, 0, 3)]).values()
+    deletion.result(20)
     with reading(broker, tmp_path, model, begin=lambda _t, _p: 1) as reader:
         until(lambda: reader.rows([3, 4]) == [1.0, 1.0])
         assert reader.rows([0, 1, 2]) == [None] * 3
@@ -432,8 +432,8 @@ def test_position_after_a_gap_is_recorded_despite_a_failed_step(
         until(lambda: reader.applied(topic) == 1)
     send(1, 5)
     admin = ck.admin.AdminClient({"bootstrap.servers": broker.address})
-    (gone,) = admin.delete_records([ck.TopicPartition(topic, 0, 3)]).values()
-    gone.result(20)
+    (deletion,) = admin.delete_records([ck.TopicPartition(topic, 0, 3)]).values()
+    deletion.result(20)
     monkeypatch.setattr(Ingestor, "apply", fail_once)
     failures.append(RuntimeError("of ours"))
     with reading(broker, tmp_path, model) as reader:
@@ -456,8 +456,8 @@ def test_lag_is_zero_where_kafka_deleted_all_messages(broker, model, tmp_path):
     with sending(broker) as producer:
         producer.produce(topic, native(model, 1, 1.0, 1))
     admin = ck.admin.AdminClient({"bootstrap.servers": broker.address})
-    (gone,) = admin.delete_records([ck.TopicPartition(topic, 0, 1)]).values()
-    gone.result(20)
+    (deletion,) = admin.delete_records([ck.TopicPartition(topic, 0, 1)]).values()
+    deletion.result(20)
     with reading(broker, tmp_path, model) as reader:
         until(lambda: reader.source.lag() == {(topic, 0): 0})
         assert reader.source.applied() == {(topic, 0): 1}

@@ -62,9 +62,9 @@ class Users:
 
 @pytest.fixture(scope="module")
 def users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Users]:
-    made = Users(tmp_path_factory.mktemp("users"))
-    yield made
-    made.broker.kill()
+    opened = Users(tmp_path_factory.mktemp("users"))
+    yield opened
+    opened.broker.kill()
 
 
 def is_kept(letters: DeadLetterTopic, dead: Sequence[DeadLetter]) -> bool:

@@ -131,8 +131,8 @@ def test_messages_dropped_while_paused_are_counted_as_lost(broker, model, tmp_pa
         reader.thread.pause().result(60)
         send(broker, model, 2, 9)
         admin = AdminClient({"bootstrap.servers": broker.address})
-        (gone,) = admin.delete_records([ck.TopicPartition(topic, 0, 6)]).values()
-        gone.result(20)
+        (deletion,) = admin.delete_records([ck.TopicPartition(topic, 0, 6)]).values()
+        deletion.result(20)
         reader.thread.resume()
         until(lambda: reader.applied(topic) == 9)
         assert reader.rows([5, 6, 8]) == [None, 1.0, 1.0]

@@ -80,8 +80,8 @@ def models(tmp_path: Path, model: str) -> Path:
     users = (np.arange(50), rng.random((50, 2), np.float32))
     write_version(root, spec, 1, {"items": (keys, rows), "users": users})
     manifest = root / model / "1" / "manifest.json"
-    made = json.loads(manifest.read_text()) | {"created": "2024-01-31T12:00:00+00:00"}
-    manifest.write_text(json.dumps(made))
+    changed = json.loads(manifest.read_text()) | {"created": "2024-01-31T12:00:00+00:00"}
+    manifest.write_text(json.dumps(changed))
     later = rows.copy()
     later[:40] += 1
     keep = np.ones(1000, bool)

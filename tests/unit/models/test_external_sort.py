@@ -35,7 +35,7 @@ def files_of(folder, keys, dim=3):
 
 
 @pytest.fixture(params=["gathered", "copied", "bucketed"])
-def way(request, monkeypatch):
+def method(request, monkeypatch):
     """The method of sorting; buckets are so small that there are many."""
     if request.param == "bucketed":
         monkeypatch.setattr(sorting, "SORT_ROWS", 0)
@@ -46,7 +46,7 @@ def way(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "make",
+    "make_keys",
     [
         lambda rng: rng.integers(-(2**63), 2**63 - 1, 5000),
         lambda rng: rng.permutation(5000),
@@ -59,8 +59,8 @@ def way(request, monkeypatch):
     ],
     ids=["random", "permuted", "ascending", "few", "one", "skewed", "none", "single"],
 )
-def test_chunks_are_ascending_with_the_last_row_of_each_key(tmp_path, way, make):
-    keys = make(np.random.default_rng(3))
+def test_chunks_are_ascending_with_the_last_row_of_each_key(tmp_path, method, make_keys):
+    keys = make_keys(np.random.default_rng(3))
     files, expected = files_of(tmp_path / "t", keys)
     found, duplicates = {}, DuplicateCounter()
     last = -1
@@ -78,7 +78,7 @@ def test_chunks_are_ascending_with_the_last_row_of_each_key(tmp_path, way, make)
     assert not (tmp_path / "scratch").exists()
 
 
-def test_buckets_stay_small(tmp_path, monkeypatch):
+def test_buckets_stay_small_despite_repeated_keys(tmp_path, monkeypatch):
     """Memory is bounded even if one key is repeated very often."""
     monkeypatch.setattr(sorting, "SORT_ROWS", 0)
     monkeypatch.setattr(sorting, "BUCKET_BYTES", 20 * 1000)
@@ -122,7 +122,7 @@ def test_scratch_is_removed_when_the_consumer_stops(tmp_path, monkeypatch):
     assert not (tmp_path / "scratch").exists()
 
 
-def test_files_shortened_during_the_sort_are_an_error(tmp_path, way):
+def test_files_shortened_during_the_sort_are_an_error(tmp_path, method):
     """Rows are correct or an error is raised; a shortened mapped file would end the process."""
     files, expected = files_of(tmp_path / "t", np.random.default_rng(2).permutation(5000))
     chunks = sorted_chunks(files, codes, DuplicateCounter(), tmp_path / "scratch")
@@ -155,17 +155,17 @@ class TestPrefetch:
         assert list(prefetch(())) == []
 
     def test_prefetch_stays_within_its_depth(self):
-        made = []
+        produced = []
 
         def items():
             for i in range(20):
-                made.append(i)
+                produced.append(i)
                 yield i
 
         reader = prefetch(items(), depth=2)
         assert next(reader) == 0
         time.sleep(0.3)
-        assert len(made) <= 4
+        assert len(produced) <= 4
         reader.close()
 
     def test_prefetch_raises_errors_in_the_consumer(self):

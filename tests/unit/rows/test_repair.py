@@ -41,7 +41,7 @@ class World:
         return RocksDbTier(self.path, layout=self.layout, **settings)
 
     def largest(self, of: str = "items") -> Path:
-        """The file that the table was loaded from."""
+        """The largest file of the table, from its load."""
         tier = self.open()
         data = tier._database.family(self.tables[of]).data
         files = [file["name"].lstrip("/") for file in data.live_files()]
@@ -62,7 +62,7 @@ class World:
 
 
 def make(folder: Path, layout: str) -> None:
-    """The database holds the files' rows; of ``items`` some are updated, one is deleted, some added."""
+    """Make a model and its database; of ``items`` some rows are updated, one is deleted, some added."""
     tables = [TableSpec(name=name, dim=DIM) for name in ("items", "others")]
     rows = {table.name: (np.arange(ROWS), rows_of(np.arange(ROWS))) for table in tables}
     write_version(folder / "models", ModelSpec(name="m", tables=tables), 1, rows)
@@ -78,8 +78,8 @@ def make(folder: Path, layout: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A folder by layout."""
+def layout_folder(tmp_path_factory):
+    """A function that returns the folder of a layout, made once."""
     found: dict[str, Path] = {}
 
     def folder(layout: str) -> Path:
@@ -92,11 +92,11 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def world(made, tmp_path):
-    """A private copy of the folder by layout."""
+def world(layout_folder, tmp_path):
+    """A function that copies the folder of a layout."""
 
     def copy(layout: str = "native") -> World:
-        return World(shutil.copytree(made(layout), tmp_path / "world"), layout)
+        return World(shutil.copytree(layout_folder(layout), tmp_path / "world"), layout)
 
     return copy
 

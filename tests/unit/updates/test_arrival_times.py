@@ -133,6 +133,6 @@ def test_former_offsets_count_while_partitions_are_reassigned():
     assert waits.ages_s() == {("topic", 3): 0.0}
     waits._arrivals.record_ends({("topic", 3): 12}, time.monotonic())
     reader.at, reader.placed = {}, False
-    assert waits.ages_s()["topic", 3] > 0, "the two it lacked"
+    assert waits.ages_s()["topic", 3] > 0, "two messages are not applied"
     reader.placed = True
-    assert waits.ages_s() == {}, "the group gave it to another"
+    assert waits.ages_s() == {}, "the group gave the partition to another reader"

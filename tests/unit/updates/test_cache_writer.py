@@ -324,13 +324,13 @@ def test_only_the_writer_thread_changes_the_caches(make):
     writer, _, _ = make([store], cache=Cache())
     row, version = np.zeros((1, 2), np.float32), np.array([NOW], np.uint64)
 
-    def ask():
+    def call():
         writer.promote(TABLE, arrays(1, 2))
         writer.insert(TABLE, arrays(3), row, version)
         writer.update(TABLE, arrays(1), row, version)
         writer.delete(TABLE, arrays(2), version)
 
-    callers = [threading.Thread(target=ask) for _ in range(4)]
+    callers = [threading.Thread(target=call) for _ in range(4)]
     for caller in callers:
         caller.start()
     for caller in callers:

@@ -41,12 +41,12 @@ def decode(*payloads, dim=2, offset=0, keys=None, **options):
     return decode_hps(records, "ads", dim, **options)
 
 
-def changes(n=3, gone=2, dim=2, dtype=np.float32):
+def changes(n=3, deletions=2, dim=2, dtype=np.float32):
     keys = np.arange(n, dtype=np.int64) - 1
     vectors = np.arange(n * dim).reshape(n, dim).astype(dtype)
     versions = np.arange(n, dtype=np.uint64) + np.uint64(2**63)
-    deleted = np.arange(gone, dtype=np.int64) + np.iinfo(np.int64).min
-    return TableChanges(keys, vectors, versions, deleted, np.arange(gone, dtype=np.uint64))
+    deleted = np.arange(deletions, dtype=np.int64) + np.iinfo(np.int64).min
+    return TableChanges(keys, vectors, versions, deleted, np.arange(deletions, dtype=np.uint64))
 
 
 def sealed(message):
@@ -198,17 +198,17 @@ def test_native_encoding_equals_the_golden_message():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-@pytest.mark.parametrize(("n", "gone"), [(50, 0), (0, 50), (50, 30), (1, 1)])
+@pytest.mark.parametrize(("n", "deletions"), [(50, 0), (0, 50), (50, 30), (1, 1)])
 @pytest.mark.parametrize("full", [200, 1000, 10_000])
-def test_native_round_trip_with_any_message_size(dtype, n, gone, full):
-    original = changes(n, gone, 5, dtype)
+def test_native_round_trip_with_any_message_size(dtype, n, deletions, full):
+    original = changes(n, deletions, 5, dtype)
     messages = encode_native("m/t", original, MessageAttributes(NOW), full=full)
     assert max(map(len, messages)) <= full
     assert full != 10_000 or len(messages) == 1
     (update,) = decode_native(messages).updates
     same(update.changes, original)
     assert update.messages["upserts"].sum() == n
-    assert update.messages["deletes"].sum() == gone
+    assert update.messages["deletes"].sum() == deletions
 
 
 def test_batch_is_split_by_table_and_row_format_in_order():

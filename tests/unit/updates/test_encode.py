@@ -15,9 +15,9 @@ from hps.updates.codec import (
 NOW = 1_700_000_000_000
 
 
-def changes(n=3, gone=2, dim=2):
+def changes(n=3, deletions=2, dim=2):
     rows = np.arange(n), np.zeros((n, dim), np.float32), np.zeros(n, np.uint64)
-    return TableChanges(*rows, np.arange(gone), np.zeros(gone, np.uint64))
+    return TableChanges(*rows, np.arange(deletions), np.zeros(deletions, np.uint64))
 
 
 @pytest.mark.parametrize(

@@ -251,15 +251,15 @@ def test_caches_converge_to_the_store_in_any_order_of_events(database, changes, 
 
 @pytest.fixture
 def make(database):
-    made = []
+    nodes = []
 
     def build(changes, **options) -> tuple[Node, Feeder]:
         stream = stream_of(database, changes)
-        made.append(Node(database, stream, **options))
-        return made[-1], Feeder(database, stream)
+        nodes.append(Node(database, stream, **options))
+        return nodes[-1], Feeder(database, stream)
 
     yield build
-    for node in made:
+    for node in nodes:
         node.close()
 
 

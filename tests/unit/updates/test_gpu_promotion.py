@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from hps.tiers.base import TierInfo
+from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
 from hps.types import EmbeddingTable, Source
 from hps.updates import gpu_promotion as gpu_promotion_module
@@ -66,7 +66,9 @@ def test_promotion_does_not_overwrite_a_newer_row(world):
     writer.insert(TABLE, keys, np.zeros((1, 2), np.float32), newer).result()
     until(lambda: gpu.writes)
     promotion.flush()
-    assert gpu._resident(TABLE, 60).version == 9
+    part = Part.make(TABLE, keys)
+    gpu.fetch([part], FetchContext())
+    assert part.versions.tolist() == [9]
 
 
 def test_row_deleted_before_its_copy_is_not_promoted(world):

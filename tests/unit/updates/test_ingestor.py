@@ -126,10 +126,10 @@ def source():
 
 @pytest.fixture
 def harness(tmp_path, source):
-    made = Harness(tmp_path, source)
-    yield made
-    made.writer.close()
-    made.store.close()
+    opened = Harness(tmp_path, source)
+    yield opened
+    opened.writer.close()
+    opened.store.close()
 
 
 def resident(harness: Harness, *keys: int) -> None:

@@ -30,44 +30,44 @@ NOW = 1_700_000_000_000
 ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
 
 
-class Foreign:
+class DlpackArray:
     """An array with nothing but DLPack."""
 
     def __init__(self, array) -> None:
         self.array = array
 
-    def __dlpack__(self, **_given):
+    def __dlpack__(self, **_options):
         return self.array.__dlpack__()
 
     def __dlpack_device__(self):
         return self.array.__dlpack_device__()
 
 
-def made(keys=(1, 2, 3), rows=ROWS, versions=None, deleted=None, clock=None):
+def checked(keys=(1, 2, 3), rows=ROWS, versions=None, deleted=None, clock=None):
     return check_changes(keys, rows, versions, deleted, clock or VersionClock(0), NOW)
 
 
 def test_versions_start_at_the_event_time_and_increase_over_rows_and_deletions():
-    changes = made(deleted=[7, 8])
+    changes = checked(deleted=[7, 8])
     first = make_version(NOW)
     assert changes.versions.tolist() == [first, first + 1, first + 2]
     assert changes.deleted_versions.tolist() == [first + 3, first + 4]
 
 
 def test_explicit_versions_apply_to_rows_then_deletions():
-    changes = made(versions=[5, 6, 7, 8], deleted=[9])
+    changes = checked(versions=[5, 6, 7, 8], deleted=[9])
     assert changes.versions.tolist() == [5, 6, 7]
     assert changes.deleted_versions.tolist() == [8]
 
 
 def test_arrays_with_dlpack_are_accepted():
-    changes = made(keys=Foreign(np.array([1, 2, 3])), rows=Foreign(ROWS))
+    changes = checked(keys=DlpackArray(np.array([1, 2, 3])), rows=DlpackArray(ROWS))
     assert changes.keys.tolist() == [1, 2, 3]
     np.testing.assert_array_equal(changes.vectors, ROWS)
 
 
 def test_unsigned_keys_are_reinterpreted_as_int64():
-    assert made(keys=np.array([2**64 - 1, 1, 2], np.uint64)).keys.tolist() == [-1, 1, 2]
+    assert checked(keys=np.array([2**64 - 1, 1, 2], np.uint64)).keys.tolist() == [-1, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_unsigned_keys_are_reinterpreted_as_int64():
 )
 def test_check_changes_rejects_mismatched_arrays(arguments, message):
     with pytest.raises(BadRequest, match=message):
-        made(**arguments)
+        checked(**arguments)
 
 
 @pytest.mark.parametrize("time", [NOW, -1.0, 1e300, float("nan")])
@@ -135,7 +135,7 @@ def test_changes_of_a_key_go_to_one_partition_in_order(keys, deleted, groups, pa
 
 def test_native_messages_hold_all_attributes():
     attributes = MessageAttributes(NOW, 60, 1234, 3)
-    (message,) = encode("native", "m/t", made(deleted=[9]), attributes)
+    (message,) = encode("native", "m/t", checked(deleted=[9]), attributes)
     decoded = decode_native([message])
     (update,) = decoded.updates
     assert (update.table, update.changes.deleted.tolist()) == ("m/t", [9])
@@ -147,7 +147,7 @@ def test_native_messages_hold_all_attributes():
 
 @pytest.mark.parametrize("bits", [32, 64])
 def test_hps_messages_equal_those_of_hps(bits):
-    changes = made()
+    changes = checked()
     messages = encode("hps", "t", changes, MessageAttributes(NOW), key_bits=bits)
     assert messages == encode_hps(changes.keys, ROWS, key_bits=bits)
     decoded = decode_hps(
@@ -160,21 +160,21 @@ def test_hps_messages_equal_those_of_hps(bits):
     ("changes", "attributes", "options", "message"),
     [
         (
-            made(deleted=[1]),
+            checked(deleted=[1]),
             MessageAttributes(NOW),
             {},
             "no deletions; send them in the native format",
         ),
-        (made(), MessageAttributes(NOW, ttl_s=1), {}, "has no ttl_s"),
-        (made(), MessageAttributes(NOW, step=1), {}, "has no ttl_s, step"),
+        (checked(), MessageAttributes(NOW, ttl_s=1), {}, "has no ttl_s"),
+        (checked(), MessageAttributes(NOW, step=1), {}, "has no ttl_s, step"),
         (
-            made(rows=ROWS.astype("f2")),
+            checked(rows=ROWS.astype("f2")),
             MessageAttributes(NOW),
             {},
             "table t: vectors must be float32",
         ),
-        (made(), MessageAttributes(NOW), {"full": 23}, "24 bytes, but at most 23"),
-        (made(keys=[-1, 2, 3]), MessageAttributes(NOW), {"key_bits": 32}, "keys of 32 bits"),
+        (checked(), MessageAttributes(NOW), {"full": 23}, "24 bytes, but at most 23"),
+        (checked(keys=[-1, 2, 3]), MessageAttributes(NOW), {"key_bits": 32}, "keys of 32 bits"),
     ],
 )
 def test_encode_rejects_attributes_that_hps_messages_do_not_have(
@@ -186,4 +186,4 @@ def test_encode_rejects_attributes_that_hps_messages_do_not_have(
 
 def test_encode_rejects_a_row_larger_than_a_message():
     with pytest.raises(BadRequest, match="message of one row has 96 bytes, but at most 80"):
-        encode("native", "m/t", made(), MessageAttributes(NOW), full=80)
+        encode("native", "m/t", checked(), MessageAttributes(NOW), full=80)
