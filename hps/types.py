@@ -84,7 +84,7 @@ class EmbeddingTable:
         """Reduce ``keys (n,) int64`` to the table's key bits: all 64, or the low 32."""
         return keys if self.key_bits == 64 else keys & np.int64(0xFFFF_FFFF)
 
-    @staticmethod
+    @staticmethod  # its arguments are the fields, named in most calls
     def make(
         name: str,
         dim: int,

@@ -33,7 +33,7 @@ from hps.updates import Producer
 from hps.updates.codec import MessageAttributes, decode_native, encode_hps, encode_native, hps_topic
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
-from hps.updates.kafka.hps_group import ReaderGroup
+from hps.updates.kafka.hps_group import ReaderGroup, hps_group
 from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.stream_positions import FedStore, StoreStreamPositions
@@ -104,10 +104,11 @@ def feed(broker, store: RocksDbTier, tables: list[EmbeddingTable]) -> None:
     model = tables[0].model
     settings = KafkaSettings(brokers=broker.address, models=[model], dead_letters=f"{model}_dead")
     topics = TopicTables(tables, settings.takes)
-    # Where the first of them is, for the others are perhaps not written to.
+    # The position of the first table: the others may have no updates.
     positions = StoreStreamPositions([FedStore("rocksdb", store)], lambda _topic: tables[:1])
-    observe = StreamMeter(Metrics(), f"g.{model}")
-    source = KafkaSource(settings, ReaderGroup.of(f"g.{model}"), topics, positions, observe)
+    group = f"g.{model}"
+    observe = StreamMeter(Metrics(), group)
+    source = KafkaSource(settings, ReaderGroup(group, hps_group(group)), topics, positions, observe)
     positions = StoreStreamPositions([FedStore("rocksdb", store)], topics.readers)
     ingestor = Ingestor(
         source,

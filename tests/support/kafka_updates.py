@@ -20,7 +20,7 @@ from hps.updates.codec import MessageAttributes, encode_native, hps_topic
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
-from hps.updates.kafka.hps_group import ReaderGroup
+from hps.updates.kafka.hps_group import ReaderGroup, hps_group
 from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.stream_positions import FedStore, StoreStreamPositions
@@ -66,7 +66,12 @@ class Reader:
         group = f"node.{model}"
         observe = StreamMeter(self.metrics, group)
         self.source = KafkaSource(
-            settings, ReaderGroup.of(group, member), topics, positions, observe, since_s=since_s
+            settings,
+            ReaderGroup(group, hps_group(group), member),
+            topics,
+            positions,
+            observe,
+            since_s=since_s,
         )
         self.ingestor = Ingestor(
             self.source,
@@ -106,7 +111,11 @@ def source_of(settings: KafkaSettings, topics: TopicTables) -> KafkaSource:
     """A source without a store."""
     group, positions = unique("g"), StoreStreamPositions([], topics.readers)
     return KafkaSource(
-        settings, ReaderGroup.of(group), topics, positions, StreamMeter(Metrics(), group)
+        settings,
+        ReaderGroup(group, hps_group(group)),
+        topics,
+        positions,
+        StreamMeter(Metrics(), group),
     )
 
 

@@ -24,10 +24,6 @@ class ReaderGroup:
     hps: str
     member: str | None = None
 
-    @staticmethod
-    def of(name: str, member: str | None = None) -> ReaderGroup:
-        return ReaderGroup(name, hps_group(name), member)
-
 
 def hps_group(group: str) -> str:
     """HPS's consumer group for the store that ``group`` feeds: a host's RocksDB, or the shared Redis."""

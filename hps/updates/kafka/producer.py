@@ -60,7 +60,7 @@ class Producer:
 
     Raises Unavailable within ``connect_s`` when no broker responds, ConfigError for wrong options."""
 
-    # The settings are keyword arguments, not an object: trainers call this with two or three of them.
+    # Public API: the settings are keyword arguments, of which trainers pass two or three.
     def __init__(
         self,
         brokers: str,
