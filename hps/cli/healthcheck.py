@@ -30,7 +30,7 @@ _SELF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 EXAMPLES = """\b
 Examples:
   hps healthcheck --config hps.yaml
-  hps healthcheck --live                 of the configuration in HPS_CONFIG
+  hps healthcheck --live               # of the configuration in HPS_CONFIG
   HEALTHCHECK CMD ["hps", "healthcheck"] in a Dockerfile
 """
 

@@ -24,7 +24,7 @@ app = CommandApp(add_completion=False)
 EXAMPLES = """\b
 Examples:
   hps ingest --config hps.yaml
-  hps ingest --config hps.yaml --set server.admin.port=8003     next to a node
+  hps ingest --config hps.yaml --set server.admin.port=8003   # next to a node
   hps updates status --server http://127.0.0.1:8003
 """
 

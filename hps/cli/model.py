@@ -34,7 +34,7 @@ app.command("import", epilog=IMPORT_EXAMPLES)(import_)
 
 INSPECT_EXAMPLES = """\b
 Examples:
-  hps model inspect                    the models of ./models
+  hps model inspect                  # the models of ./models
   hps model inspect ctr -r /srv/models
   hps model inspect ctr --version 3 --output json
 """
@@ -157,7 +157,7 @@ def _default(value: float | list[float]) -> str:
 
 VERIFY_EXAMPLES = """\b
 Examples:
-  hps model verify            the newest version of every model of ./models
+  hps model verify          # the newest version of every model of ./models
   hps model verify ctr --version 3
 \b
 Exit code 1 when a check fails.

@@ -20,12 +20,12 @@ DEFAULT_REPOSITORY = Path("models")
 
 IMPORT_EXAMPLES = """\b
 Examples:
-  hps model import ps.json                          models of HPS's ps.json
-  hps model import 0_sparse_2000.model --name ctr   HugeCTR's folders
+  hps model import ps.json                         # models of HPS's ps.json
+  hps model import 0_sparse_2000.model --name ctr  # HugeCTR's folders
   hps model import net.pt --name ctr --table users=user_emb.weight \\
       --table items=item_emb.weight --dense ctr.onnx
   hps model import net.pt --name ctr --table 'all=emb.*.weight'
-      stacked, one feature with an offset per part
+      # stacked, one feature with an offset per part
   hps model import items.parquet --name ctr --table items=items.parquet \\
       --keys items=item_id
   hps model import tables.npz --name ctr --table items=vectors \\

@@ -51,7 +51,7 @@ class DifferenceKind(StrEnum):
 
 DIFF_EXAMPLES = """\b
 Examples:
-  hps store diff --config hps.yaml           rocksdb against the models' files
+  hps store diff --config hps.yaml         # rocksdb against the models' files
   hps store diff ctr --config hps.yaml --tier redis --against rocksdb \\
       --ignore missing
   hps store diff ctr user --config hps.yaml --sample 10000 --output json
@@ -186,9 +186,9 @@ def _show(
 
 VERIFY_EXAMPLES = """\b
 Examples:
-  hps store verify --config hps.yaml                 every table in RocksDB
+  hps store verify --config hps.yaml               # every table in RocksDB
   hps store verify ctr --config hps.yaml --tier redis
-  hps store verify --config hps.yaml --repair        with the node stopped
+  hps store verify --config hps.yaml --repair      # with the node stopped
 \b
 Exit code 1 when a check fails.
 """

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 LOAD_EXAMPLES = """\b
 Examples:
-  hps store load --config hps.yaml                   every table into RocksDB
+  hps store load --config hps.yaml                # every table into RocksDB
   hps store load ctr user --config hps.yaml --tier redis
-  hps store load ctr --config hps.yaml --rebuild   without streamed rows
+  hps store load ctr --config hps.yaml --rebuild  # without streamed rows
 """
 
 

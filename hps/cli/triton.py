@@ -25,8 +25,8 @@ class DenseTarget(StrEnum):
 
 EXAMPLES = """\b
 Examples:
-  hps triton export ctr --out triton-models                      the network
-  hps triton export ctr --out triton-models --config hps.yaml    and lookups
+  hps triton export ctr --out triton-models                    # the network
+  hps triton export ctr --out triton-models --config hps.yaml  # and lookups
   tritonserver --model-repository triton-models
   hps serve --config hps.yaml --set dense.triton.url=localhost:8001
 

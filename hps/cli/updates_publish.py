@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\b
 Examples:
-  hps updates publish ctr --base 3 --new 4 -b kafka:9092       what 4 changes
+  hps updates publish ctr --base 3 --new 4 -b kafka:9092     # what 4 changes
   hps updates publish ctr user --new 4 --config hps.yaml --rate 50000
   hps updates publish ctr user --file changes.parquet --brokers kafka:9092
   hps updates publish ctr user --file a.npz -b kafka:9092 --format hps \\
       --key-bits 32
-  hps updates publish ctr --base 3 --new 4 --dry-run           count only
+  hps updates publish ctr --base 3 --new 4 --dry-run         # count only
 """
 _PAUSES_PER_S = 10
 
