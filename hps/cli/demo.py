@@ -32,7 +32,7 @@ PORT = 8000
 EXAMPLES = """\b
 Examples:
   hps demo                 # serve until Ctrl-C, so that you can try it
-  hps demo --once          # check and leave: exit code 0, or 1 on a failed check
+  hps demo --once          # check and exit: code 0, or 1 on a failed check
   hps demo --port 9000
   hps demo --write models  # put the model there, for a server of your own
 """

@@ -21,7 +21,7 @@ Examples:
 """
 SEEK_EXAMPLES = """\b
 Examples:
-  hps updates seek hps_updates.ctr 0 0        # apply all of partition 0 again
+  hps updates seek hps_updates.ctr 0 0      # apply all of partition 0 again
   hps updates seek hps_updates.ctr 3 81200      # continue at offset 81200
 """
 
