@@ -11,21 +11,20 @@ from typing import Any
 from tritonclient.grpc import service_pb2 as pb
 
 from hps.tools.conformance.grpc_wire import GrpcProbe, expect_error, request
-from hps.tools.conformance.target import CheckedServer, CheckSuite, NotOffered, require
+from hps.tools.conformance.target import CheckedServer, CheckSuite, needs, require
 
-SUITE = CheckSuite("grpc")
+SUITE = CheckSuite("grpc", GrpcProbe)
 
 
 @SUITE.check
-def shared_memory(target: CheckedServer) -> None:
+def shared_memory(target: CheckedServer, ask: GrpcProbe) -> None:
     """With system_shared_memory, inputs are taken from a registered region and outputs put there, bit for
     bit; a region that is not registered, or too small, is rejected."""
     sent = request(target.sample)
     raws = list(sent.raw_input_contents)
     inputs = b"".join(raws)
-    with GrpcProbe(target) as ask, ExitStack() as stack:
-        if "system_shared_memory" not in ask.extensions():
-            raise NotOffered("system_shared_memory")
+    needs("system_shared_memory" in ask.extensions(), "system_shared_memory")
+    with ExitStack() as stack:
         expected = ask.infer(sent)
         name = f"hps_conformance_{secrets.token_hex(8)}"
         size = len(inputs) + sum(array.nbytes for array in expected.values())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +19,7 @@ from hps.client import Tls
 
 Protocol = Literal["http", "grpc"]
 T = TypeVar("T")
+Check = Callable[..., None]
 _SETTLES_S, _PAUSE_S = 10.0, 0.05
 _NOTED: ContextVar[list[str]] = ContextVar("noted")
 
@@ -109,27 +112,41 @@ class ConformanceCheck:
 
 
 class CheckSuite:
-    """Checks of one protocol, in the order of their definition."""
+    """Checks of one protocol, in the order of their definition: functions of the `CheckedServer`.
 
-    def __init__(self, protocol: Protocol) -> None:
-        self.protocol = protocol
+    With ``connect``, they get a connection as well, which is closed at their end."""
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        connect: Callable[[CheckedServer], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        self._protocol, self._connect = protocol, connect
         self.checks: list[ConformanceCheck] = []
 
-    def check(self, run: Callable[[CheckedServer], None]) -> Callable[[CheckedServer], None]:
+    def check(self, run: Check) -> Check:
         """Register a check; the function's docstring is its text."""
         return self._add(run, changes=False)
 
-    def changing(self, run: Callable[[CheckedServer], None]) -> Callable[[CheckedServer], None]:
+    def changing(self, run: Check) -> Check:
         """Register a check that changes what is served."""
         return self._add(run, changes=True)
 
-    def _add(
-        self, run: Callable[[CheckedServer], None], changes: bool
-    ) -> Callable[[CheckedServer], None]:
+    def _add(self, run: Check, changes: bool) -> Check:
         text = " ".join((run.__doc__ or "").split())
-        name = f"{self.protocol}: {run.__name__.replace('_', ' ')}"
-        self.checks.append(ConformanceCheck(name, self.protocol, text, run, changes))
+        name = f"{self._protocol}: {run.__name__.replace('_', ' ')}"
+        body = run if self._connect is None else partial(_run_connected, run, self._connect)
+        self.checks.append(ConformanceCheck(name, self._protocol, text, body, changes))
         return run
+
+
+def _run_connected(
+    run: Check,
+    connect: Callable[[CheckedServer], AbstractContextManager[Any]],
+    target: CheckedServer,
+) -> None:
+    with connect(target) as connection:
+        run(target, connection)
 
 
 def note(holds: object, text: str) -> None:
