@@ -12,8 +12,7 @@ import typer
 
 from hps.cli.command_options import CommandApp, option
 from hps.cli.options import ReportOptions, SetOption
-from hps.cli.serve import check_early
-from hps.tools.output import print_line
+from hps.cli.serve import check_early, print_ready
 
 if TYPE_CHECKING:
     from hps.config import Configuration
@@ -99,16 +98,9 @@ def summary(status: dict[str, Any], admin: str, kafka: KafkaSettings) -> dict[st
 
 
 def show(report: dict[str, Any]) -> None:
-    facts = [
+    lines = [
         ("reads", f"Kafka at {report['brokers']}, group {report['group']}"),
         ("feeds", f"{', '.join(report['stores'])}: {', '.join(report['models'])}"),
         ("admin", f"{report['endpoints']['admin']}  (/docs, /metrics, /v1/updates)"),
     ]
-    if report["warnings"]:
-        facts.append(("warnings", f"{len(report['warnings'])}, logged above"))
-    for name, value in facts:
-        print_line(f"{name:9} {value}")
-    print_line()
-    print_line(
-        f"hps {report['version']} is ready after {report['seconds']:.1f} s.", style="bold green"
-    )
+    print_ready(report, lines)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +22,7 @@ from hps.tools.output import print_json, warn
 
 if TYPE_CHECKING:
     from hps.client import Admin, Client, Tls
+    from hps.config import Configuration
     from hps.node.node import Node
     from hps.tools.bench.load import LoadRecipe
 
@@ -241,14 +242,17 @@ def reject_overrides(overrides: list[str] | None) -> None:
 def open_here(config: Path, overrides: list[str] | None) -> Iterator[Node]:
     """Open the node of a configuration file in this process; close it at the end."""
     from hps.cli.progress import ConsoleProgress
-    from hps.config import load_config
     from hps.node.build import open_node
+
+    with closing(open_node(load_with_warnings(config, overrides), ConsoleProgress())) as node:
+        yield node
+
+
+def load_with_warnings(config: Path, overrides: list[str] | None) -> Configuration:
+    """Read a configuration file; print its warnings."""
+    from hps.config import load_config
 
     configuration = load_config(config, overrides or ())
     for warning in configuration.warnings:
         warn(warning)
-    node = open_node(configuration, ConsoleProgress())
-    try:
-        yield node
-    finally:
-        node.close()
+    return configuration

@@ -164,10 +164,10 @@ def processes(status: list[dict[str, Any]]) -> str:
 
 
 def show(report: dict[str, Any]) -> None:
-    rows = "tiers", f"{' > '.join(report['tiers'])}, database {report['database']}"
+    source = "tiers", f"{' > '.join(report['tiers'])}, database {report['database']}"
     if report["lookup_nodes"]:  # a front end
         models, nodes = ", ".join(report["models"]), ", ".join(report["lookup_nodes"])
-        rows = "lookups", f"of {models} asked of {nodes}"
+        source = "lookups", f"of {models} asked of {nodes}"
     else:
         show_tables(report["tables"][:SHOWN_TABLES])
         if len(report["tables"]) > SHOWN_TABLES:
@@ -177,17 +177,22 @@ def show(report: dict[str, Any]) -> None:
     if "http" in endpoints:
         requests = f"{endpoints['http']}  (Open Inference Protocol)"
     locked = "API keys" if report["auth"] == "api_key" else "none asked for"
-    facts = [
+    lines = [
         ("requests", requests),
         ("gRPC", endpoints.get("grpc", "off")),
         ("admin", f"{endpoints['admin']}  (/docs, /metrics, /v1/status)"),
-        rows,
+        source,
         ("processes", processes(report["processes"])),
         ("access", locked),
     ]
+    print_ready(report, lines)
+
+
+def print_ready(report: dict[str, Any], lines: list[tuple[str, str]]) -> None:
+    """Print what a ready process reports: ``lines``, names and texts; then its version."""
     if report["warnings"]:
-        facts.append(("warnings", f"{len(report['warnings'])}, logged above"))
-    for name, value in facts:
+        lines = [*lines, ("warnings", f"{len(report['warnings'])}, logged above")]
+    for name, value in lines:
         print_line(f"{name:9} {value}")
     print_line()
     print_line(

@@ -21,9 +21,9 @@ from hps.cli.store_open import (
 )
 from hps.errors import ConfigError, NotFound, TierError
 from hps.tools.output import (
-    FormattedNumber,
     approximate,
     count,
+    number,
     print_line,
     print_table,
     size,
@@ -151,11 +151,11 @@ def _show_tables(entries: list[dict[str, Any]]) -> None:
             (
                 e["tier"],
                 e["model"],
-                FormattedNumber("-" if e["version"] is None else e["version"]),
+                number(e["version"]),
                 e["table"],
                 count(e["rows"], about=e["rows_approximate"]),
                 approximate(size(e["bytes"]), about=e["rows_approximate"]),
-                FormattedNumber("-" if e["dim"] is None else e["dim"]),
+                number(e["dim"]),
                 e["layout"],
                 e["state"],
             )

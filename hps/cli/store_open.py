@@ -4,6 +4,7 @@ Reading works while another process owns RocksDB; writing needs exclusive access
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, dataclass, field
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hps.cli.command_options import argument, option
-from hps.cli.options import ReportOptions, SetOption
+from hps.cli.options import ReportOptions, SetOption, load_with_warnings
 from hps.errors import ConfigError, HpsError, NotFound, TierError
 
 if TYPE_CHECKING:
@@ -63,17 +64,9 @@ class ConfiguredModels:
 
 
 def read_config(config: Path, overrides: list[str] | None) -> Configuration:
-    import logging
-
-    from hps.config import load_config
-    from hps.tools.output import warn
-
     # The command reports a store's errors itself.
     logging.getLogger("hps").addHandler(logging.NullHandler())
-    configuration = load_config(config, overrides or ())
-    for warning in configuration.warnings:
-        warn(warning)
-    return configuration
+    return load_with_warnings(config, overrides)
 
 
 def open_models(configuration: Configuration) -> ConfiguredModels:

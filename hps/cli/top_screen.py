@@ -3,16 +3,73 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hps.tools.output import FormattedNumber, age, count, table_of
+from hps.tools.output import FormattedNumber, age, number, table_of
 
+
+def _rate(value: float) -> FormattedNumber:
+    return number(value, "{:,.1f}" if 0 < value < 100 else "{:,.0f}")
+
+
+def _whole(value: float | None) -> FormattedNumber:
+    return number(value, "{:,.0f}")
+
+
+def _seconds(value: float | None) -> FormattedNumber:
+    return number(value, "{:.1f} s")
+
+
+def _share(value: float | None) -> FormattedNumber:
+    return number(None if value is None else 100 * value, "{:.1f} %")
+
+
+def _ms(seconds: float | None) -> FormattedNumber:
+    if seconds is not None and math.isinf(seconds):
+        return FormattedNumber("> all")
+    return number(None if seconds is None else 1000 * seconds, "{:.3g}")
+
+
+Column = tuple[str, str, Callable[[Any], Any]]
+"""A column's title, its key in a summary, and the form of its values."""
+
+_REQUESTS: tuple[Column, ...] = (
+    ("req/s", "requests_per_s", _rate),
+    ("err/s", "errors_per_s", _rate),
+)
+_TIMES: tuple[Column, ...] = (("p50 ms", "p50_s", _ms), ("p99 ms", "p99_s", _ms))
+_SERVER: tuple[Column, ...] = (
+    ("server", "server", str),
+    ("state", "state", str),
+    ("up for", "uptime_s", age),
+    *_REQUESTS,
+    ("refused/s", "refused_per_s", _rate),
+    *_TIMES,
+    ("running", "running", _whole),
+    ("queued", "queued", _whole),
+    ("keys/s", "keys_per_s", _rate),
+    ("default", "defaulted", _share),
+    ("degraded/s", "degraded_per_s", _rate),
+    ("update age", "age_s", _seconds),
+    ("lag", "lag_messages", _whole),
+)
+_MODEL: tuple[Column, ...] = (("model", "model", str), *_REQUESTS, *_TIMES)
+_TIER: tuple[Column, ...] = (
+    ("tier", "tier", str),
+    ("keys/s", "keys_per_s", _rate),
+    ("hit rate", "hit_rate", _share),
+    *_TIMES,
+    ("skipped/s", "skipped_per_s", _rate),
+)
+_NODE: tuple[Column, ...] = (
+    ("lookup node", "address", str),
+    ("state", "up", lambda up: "asked" if up else "not asked"),
+    *_REQUESTS,
+    ("running", "running", _whole),
+    ("retries/s", "retries_per_s", _rate),
+)
 _STYLES = {"ready": "green", "not ready": "yellow", "away": "bold red"}
-_SERVER = (
-    *("server", "state", "up for", "req/s", "err/s", "refused/s", "p50 ms", "p99 ms", "running", "queued"),
-    *("keys/s", "default", "degraded/s", "update age", "lag"),
-)  # fmt: skip
 # Columns to leave out on a narrow terminal, in this order.
 _LEFT_OUT = (
     *("degraded/s", "keys/s", "up for", "running", "lag", "skipped/s", "retries/s", "default"),
@@ -27,106 +84,42 @@ def screen(servers: Sequence[Mapping[str, Any]]) -> Any:
     from rich.console import Group
     from rich.text import Text
 
-    rows = [_server_row(each) for each in servers]
     problems = (f"{each['server']}: {each['problem']}" for each in servers if each["problem"])
     parts: list[Any] = [
-        table_of(_SERVER, rows, styles=_STYLES, optional=_LEFT_OUT),
+        table_of(
+            _titles(_SERVER),
+            [_cells(_SERVER, each) for each in servers],
+            styles=_STYLES,
+            optional=_LEFT_OUT,
+        ),
         *(Text(problem, "red") for problem in problems),
     ]
     for columns, rows in _parts([each for each in servers if each["state"] != "away"]):
-        if len(servers) <= 1:  # without the last column, the server
-            columns, rows = columns[:-1], [row[:-1] for row in rows]
-        parts += [Text(), table_of(columns, rows, optional=_LEFT_OUT)]
+        if len(servers) > 1:
+            columns = (*columns, ("server", "server", str))
+        cells = [_cells(columns, row) for row in rows]
+        parts += [Text(), table_of(_titles(columns), cells, optional=_LEFT_OUT)]
     return Group(*parts)
 
 
 def _parts(
     servers: Sequence[Mapping[str, Any]],
-) -> Iterator[tuple[Sequence[str], list[tuple[Any, ...]]]]:
+) -> Iterator[tuple[tuple[Column, ...], list[dict[str, Any]]]]:
     """Columns and rows of the tables of models, tiers and lookup nodes."""
-    yield (
-        ("model", "req/s", "err/s", "p50 ms", "p99 ms", "server"),
-        [
-            (row["model"], *_requests(row), each["server"])
-            for each in servers
-            for row in each["models"]
-            if row["requests_per_s"]
-        ],
-    )
-    yield (
-        ("tier", "keys/s", "hit rate", "p50 ms", "p99 ms", "skipped/s", "server"),
-        [(*_tier_row(row), each["server"]) for each in servers for row in each["tiers"]],
-    )
-    nodes = [(*_node_row(row), each["server"]) for each in servers for row in each["lookup_nodes"]]
-    if nodes:
-        columns = ("lookup node", "state", "req/s", "err/s", "running", "retries/s", "server")
-        yield columns, nodes
+
+    def rows(part: str) -> list[dict[str, Any]]:
+        return [{**row, "server": each["server"]} for each in servers for row in each[part]]
+
+    yield _MODEL, [row for row in rows("models") if row["requests_per_s"]]
+    yield _TIER, rows("tiers")
+    if nodes := rows("lookup_nodes"):
+        yield _NODE, nodes
 
 
-def _server_row(server: Mapping[str, Any]) -> tuple[Any, ...]:
-    if server["state"] == "away":
-        return server["server"], server["state"], *[FormattedNumber("")] * 13
-    requests, errors, *times = _requests(server)
-    return (
-        server["server"],
-        server["state"],
-        age(server["uptime_s"]),
-        requests,
-        errors,
-        _number(server["refused_per_s"]),
-        *times,
-        count(int(server["running"])),
-        count(int(server["queued"])),
-        _number(server["keys_per_s"]),
-        _share(server["defaulted"]),
-        _number(server["degraded_per_s"]),
-        FormattedNumber("-" if server["age_s"] is None else f"{server['age_s']:.1f} s"),
-        FormattedNumber(
-            "-" if server["lag_messages"] is None else f"{server['lag_messages']:,.0f}"
-        ),
-    )
+def _titles(columns: Sequence[Column]) -> list[str]:
+    return [title for title, _, _ in columns]
 
 
-def _requests(server: Mapping[str, Any]) -> tuple[FormattedNumber, ...]:
-    return (
-        _number(server["requests_per_s"]),
-        _number(server["errors_per_s"]),
-        _ms(server["p50_s"]),
-        _ms(server["p99_s"]),
-    )
-
-
-def _tier_row(tier: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (
-        tier["tier"],
-        _number(tier["keys_per_s"]),
-        _share(tier["hit_rate"]),
-        _ms(tier["p50_s"]),
-        _ms(tier["p99_s"]),
-        _number(tier["skipped_per_s"]),
-    )
-
-
-def _node_row(node: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (
-        node["address"],
-        "asked" if node["up"] else "not asked",
-        _number(node["requests_per_s"]),
-        _number(node["errors_per_s"]),
-        count(int(node["running"])),
-        _number(node["retries_per_s"]),
-    )
-
-
-def _number(value: float) -> FormattedNumber:
-    return FormattedNumber(f"{value:,.1f}" if 0 < value < 100 else f"{value:,.0f}")
-
-
-def _share(value: float | None) -> FormattedNumber:
-    return FormattedNumber("-" if value is None else f"{100 * value:.1f} %")
-
-
-def _ms(seconds: float | None) -> FormattedNumber:
-    if seconds is None:
-        return FormattedNumber("-")
-    return FormattedNumber("> all" if math.isinf(seconds) else f"{1000 * seconds:.3g}")
+def _cells(columns: Sequence[Column], row: Mapping[str, Any]) -> list[Any]:
+    """The row's cells; those of an unreachable server are empty."""
+    return [form(row[key]) if key in row else FormattedNumber("") for _, key, form in columns]

@@ -141,8 +141,13 @@ class FormattedNumber(str):
     """A number formatted for people (1.2 MB, 3,000); tables align it to the right."""
 
 
+def number(value: float | None, form: str = "{}") -> FormattedNumber:
+    """Format a value; None is a dash."""
+    return FormattedNumber("-" if value is None else form.format(value))
+
+
 def count(value: int | None, *, about: bool = False) -> FormattedNumber:
-    return FormattedNumber("-" if value is None else approximate(f"{value:,}", about=about))
+    return approximate(number(value, "{:,}"), about=about)
 
 
 def approximate(number: str, *, about: bool = True) -> FormattedNumber:
