@@ -1,4 +1,4 @@
-"""Containers, for the tests marked so: `make test-compose` runs them, beside continuous integration."""
+"""Containers, for the tests marked so: `make test-compose` runs them, and so does continuous integration."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def stack(engine: Engine) -> Iterator[Stack]:
 
 @pytest.fixture(scope="session")
 def clicks(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The name of a model of the tests, which the services serve beside the demo's."""
+    """The name of a model of the tests, which the services serve in addition to the demo's."""
     import_clicks(stack, tmp_path_factory.mktemp("compose"))
     return "clicks"

@@ -38,7 +38,7 @@ PROGRAMS = ("buildah", "podman", "runc", "debootstrap")
 
 
 def full_name(image: str) -> str:
-    """As podman has it, which knows no short names."""
+    """The image's full name: podman accepts no short ones."""
     folders = image.split("/")[:-1]
     if folders and "." in folders[0]:
         return image

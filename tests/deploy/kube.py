@@ -21,7 +21,7 @@ TOKEN = "of-an-administrator"
 
 
 class Cluster:
-    """Its API, asked as administrator; ``kubeconfig`` is for helm."""
+    """The API server, called as administrator; ``kubeconfig`` is for helm."""
 
     def __init__(self, port: int, kubeconfig: Path, certificates: Path) -> None:
         self.port, self.kubeconfig, self.certificates = port, kubeconfig, certificates

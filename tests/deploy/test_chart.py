@@ -138,7 +138,7 @@ def values_of(name: str) -> Any:
 
 
 def held(values: Any, there: Any) -> Any:
-    """The part of ``there`` that ``asked`` names."""
+    """The part of ``there`` that ``values`` names."""
     if not isinstance(values, dict):
         return there
     return {key: held(value, there[key]) for key, value in values.items()}
@@ -492,7 +492,7 @@ def test_triton_sidecar_stops_after_the_server() -> None:
     assert "--allow-client-shm=true" in triton["args"]
     assert rendered.config()["dense"]["triton"]["url"] == "localhost:9001"
     assert "triton" not in [c["name"] for c in pod(rendered.servers()["lookup"])["initContainers"]]
-    # It asks nobody for a key, so nobody else may reach it.
+    # It requires no key, so no other pod may reach it.
     assert {"--http-address=127.0.0.1", "--grpc-address=127.0.0.1"} <= set(triton["args"])
     assert [port["name"] for port in triton["ports"]] == ["triton-metrics"]
     assert Rendered("external").config()["dense"]["triton"]["url"] == "triton.example.com:8001"
@@ -592,7 +592,7 @@ def test_egress_policies_allow_what_the_role_uses() -> None:
         assert allowed == ports, role
     assert network.lets(pods["checkpoints"], pods["lookup"], 8002)
     assert not network.lets(pods["checkpoints"], outside, 443)
-    # A Triton beside a front end is asked by that alone; it tells its metrics to scrapers.
+    # Only its front end may send requests to a Triton sidecar; scrapers may read its metrics.
     beside = Rendered("everything")
     network, pods = Network(beside), peers(beside)
     assert not network.lets(pods["lookup"], pods["frontend"], 9000)

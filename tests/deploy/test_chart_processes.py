@@ -212,7 +212,7 @@ def test_new_node_starts_from_a_checkpoint_of_another(running: Pods, tmp_path: P
 def test_front_end_with_triton_sidecar(
     program: Callable[[str], str], triton_ready: None, tmp_path: Path
 ) -> None:
-    """By its own arguments, found by its own probe, asked as the server's configuration says."""
+    """It starts with the chart's arguments, passes the chart's probe, and answers the front end."""
     rendered = Rendered("everything")
     beside = pod(rendered.servers()["frontend"])["initContainers"][-1]
     http, grpc, metrics = free_ports(3)
@@ -222,7 +222,7 @@ def test_front_end_with_triton_sidecar(
             text = text.replace(str(there), str(port))
         return text
 
-    # Releases from 26.04 on must be told to allow what the one here allows.
+    # Releases from 26.04 on need an option to allow what this release allows.
     newer = "--allow-client-shm=true"
     repository, *arguments = beside["args"]
     assert (beside["command"], repository) == (["tritonserver"], "--model-repository=/models")

@@ -82,7 +82,7 @@ def test_mounted_files_and_volumes_exist() -> None:
 
 @pytest.mark.parametrize("name", sorted(serving()))
 def test_the_configuration_is_valid_for_each_service(name: str) -> None:
-    """By its environment and the command's options; unknown ones are refused."""
+    """Read the settings from the service's environment and command; reject unknown ones."""
     service = serving()[name]
     command, *options = service["command"]
     app = {"serve": serve_app, "ingest": ingest_app}[command]

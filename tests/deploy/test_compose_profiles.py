@@ -34,8 +34,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.slow, pytest.mark.timeout(3600
 
 
 def test_observability_profile(stack: Stack, clicks: str) -> None:
-    """Every process of hps is asked for its metrics, the alerts are evaluated, and each panel's question is
-    one that Prometheus answers."""
+    """Prometheus scrapes every process of hps, evaluates the alerts, and answers each panel's query."""
     stack.up("triton")
     hardened(stack, stack.up("observability"))
 
@@ -82,7 +81,7 @@ def test_observability_profile(stack: Stack, clicks: str) -> None:
 
 
 def test_load_profile_ends_without_failed_requests(stack: Stack, clicks: str) -> None:
-    """It ends with 0 when no request failed."""
+    """The load profile exits with 0 when no request failed."""
     print(stack.project.once("load"))
 
 

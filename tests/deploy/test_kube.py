@@ -79,7 +79,7 @@ def everything(kube: Cluster) -> set[tuple[str, str]]:
 def test_install_upgrade_rollback_uninstall(kube: Cluster, name: str) -> None:
     rendered = Rendered(name)
     hooks = {key for key, each in rendered.all.items() if "helm.sh/hook" in str(each["metadata"])}
-    # Objects of one's own have the labels that one gives them.
+    # Objects of the user's values have only the labels given there.
     own = {key for key in rendered.all if key[1].endswith(("-more", "-text"))}
     values = ("--values", str(values_file(name)))
     printed = done(kube, "install", RELEASE, str(CHART), *values)
@@ -134,7 +134,7 @@ def test_helm_test_prints_its_findings(kube: Cluster) -> None:
 
 
 def test_release_with_autoscaler_starts_with_one_pod(kube: Cluster) -> None:
-    """As docs/kubernetes.md says of switching one on."""
+    """Enable the autoscaler as docs/kubernetes.md describes."""
     values = ("--values", str(values_file("minimal")), "--set", "auth.existingSecret=keys")
     scaled = ("--set", "lookup.autoscaling.enabled=true")
     done(kube, "install", RELEASE, str(CHART), *values)
@@ -151,7 +151,7 @@ def test_release_with_autoscaler_starts_with_one_pod(kube: Cluster) -> None:
 
 
 def test_upgrades_keep_changed_api_keys(kube: Cluster) -> None:
-    """As docs/kubernetes.md says: upgrades leave them, a rollback takes the chart's own Secret back."""
+    """Upgrades keep them; a rollback restores the chart's Secret (docs/kubernetes.md)."""
     own = f"/api/v1/namespaces/{NAMESPACE}/secrets/mine"
     kube.make(own.removesuffix("/mine"), {"metadata": {"name": "mine"}, "data": {"read-key": ""}})
     for path, given, left in (

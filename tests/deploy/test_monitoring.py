@@ -119,7 +119,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hps]:
 
 @pytest.fixture(scope="module")
 def exposed(server: Hps) -> dict[str, Any]:
-    """Its metrics by the name that they have in the table."""
+    """The server's metrics, by their names in the table."""
 
     def read() -> dict[str, Any]:
         text = requests.get(f"http://{server.admin}/metrics", timeout=60).text
@@ -320,7 +320,7 @@ def test_every_alert_is_tested() -> None:
         fired = [each["labels"] for each in expression_test["exp_samples"]]
         assert fired
         assert all(f'alertname="{test["name"]}"' in labels for labels in fired)
-        # More than what fires: its like that is well.
+        # The input also has a healthy series, which must not fire.
         assert "good" in str(test["input_series"])
 
 
@@ -350,7 +350,7 @@ def test_promtool_alert_tests_pass(program: Callable[[str], str], tmp_path: Path
 def test_prometheus_and_grafana_are_configured(
     program: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """As compose puts the files side by side."""
+    """A folder with the files side by side, as compose mounts them."""
     configuration = shutil.copy(ROOT / "deploy/prometheus/prometheus.yml", tmp_path)
     shutil.copy(ALERTS, tmp_path)
     assert not promtool(program, "check", "config", configuration, cwd=tmp_path)

@@ -27,7 +27,7 @@ _SLOW_S = 300.0
 
 
 class Shell:
-    """A bash, told one script after the other."""
+    """A bash process that runs one script after the other."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self.folder = folder
@@ -137,8 +137,8 @@ def transcript(block: str) -> Iterator[list[str]]:
 
 
 def says(shell: Shell, command: str, expected: list[str]) -> None:
-    """Soon: what only does something is done once, what is asked is asked again. So is the page's request
-    meanwhile, since lookup nodes take turns."""
+    """Check a command's output: repeat a command with an expected output until it fits; run others once.
+    The page's request is repeated meanwhile, since lookup nodes take turns."""
     last = ""
     if not expected and " query " not in command:
         shell.run(command)

@@ -387,14 +387,14 @@ def test_no_request_fails_while_a_lookup_node_is_killed(deployment, model):
         for part in deployment.frontends:
             assert states(part)[gone.grpc] in ("unreachable", "ejected")
             assert part.ready
-        gone.start()  # as whoever looks after processes does; nobody else does anything
+        gone.start()  # as a process supervisor would
         gone.wait()
         until(deployment.all_asked)
     assert len(running.answers) == 1
 
 
 def test_no_request_fails_while_a_lookup_node_hangs(deployment, model):
-    """As one does whose machine is lost: connections stay, nothing comes by them."""
+    """Stop the process as if its machine were lost: connections stay open, and nothing arrives."""
     hangs = deployment.lookups[1]
     with load(deployment, model) as running:
         hangs.pause()

@@ -134,7 +134,7 @@ class CrashRun:
 
         sender = threading.Thread(target=send)
         sender.start()
-        # Each once, in any order, and then whoever comes: the broker takes longest to return.
+        # Each once, in any order, then at random: the broker takes longest to return.
         every = list(self.victims)
         names = [*self._random.permutation(every).tolist()]
         weights = np.array([1 if name == "broker" else 3 for name in every])
@@ -198,7 +198,7 @@ class CrashRun:
     # -- judgement ---------------------------------------------------------------------------------
 
     def _judge_answers(self, node: FedNode) -> None:
-        """What is served is the outcome. The caches are refreshed a moment after the stores."""
+        """Check that the outcome is served; caches are refreshed shortly after the stores."""
         until = time.monotonic() + 60
         while True:
             vectors, _sources = node.answers(self.keys)

@@ -34,7 +34,7 @@ class Part:
     again, on the same ports, by the same files."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *command: str) -> None:
-        """``command``: what `hps` is told, before the configuration."""
+        """``command``: arguments of `hps` before the configuration."""
         folder.mkdir(parents=True)
         self.command = command
         self.http, self.grpc, self.admin = (f"127.0.0.1:{port}" for port in free_ports(3))
@@ -58,7 +58,7 @@ class Part:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def ask(self, path: str, body: Any = None) -> tuple[int, str]:
-        """Status and text of the admin port's answer; 0 where nobody answers."""
+        """Status and text of the admin port's answer; 0 without one."""
         data = None if body is None else json.dumps(body).encode()
         try:
             with urllib.request.urlopen(f"http://{self.admin}{path}", data, timeout=60) as answer:
@@ -97,7 +97,7 @@ class Part:
             self._process = None
 
     def pause(self) -> None:
-        """Nothing is done any more, and nobody told."""
+        """Stop the process without notice; connections stay open."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -131,7 +131,7 @@ class Deployment:
         return [*self.others, *self.lookups, *self.frontends]
 
     def all_asked(self) -> bool:
-        """Whether every front end asks every lookup node."""
+        """True if every front end sends lookups to every lookup node."""
         return all(
             [node["state"] for node in part.status().get("lookup_nodes", [])]
             == ["ready"] * len(self.lookups)
@@ -148,7 +148,7 @@ Ask = Callable[[], Any]
 
 
 class Balancer:
-    """Which of several servers are ready, looked at as often as a cluster's service is told of it."""
+    """The ready ones of several servers, polled as often as a cluster updates a service."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts

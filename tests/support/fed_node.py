@@ -91,7 +91,7 @@ def _look(node: hps.Node, stream: UpdateStream, faults: Path, ended: threading.E
 
 
 def _applied(node: hps.Node, topic: str, partitions: int) -> dict[str, list[int]]:
-    """By group, and of each partition, up to where every store has it; -1 where one is not certain."""
+    """Per group and partition, the offset that every store has applied; -1 if unknown."""
     applied = {}
     for stream in node.streams._readers.streams:
         ingestor = stream.ingestor

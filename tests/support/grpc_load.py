@@ -1,4 +1,4 @@
-"""Clients over gRPC whose server ends, beside another one."""
+"""gRPC clients whose server stops while a second server runs."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class IngestProcess:
     def ask(
         self, path: str, body: Any = None, key: str | None = None, method: str | None = None
     ) -> tuple[int, str]:
-        """Status and text of the admin port's answer; 0 where nobody listens."""
+        """Status and text of the admin port's answer; 0 without one."""
         data = None if body is None else json.dumps(body).encode()
         headers = {} if key is None else {"X-API-Key": key}
         request = urllib.request.Request(self.admin + path, data, headers, method=method)

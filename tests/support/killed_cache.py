@@ -115,7 +115,7 @@ def main(rounds):
             while not begun[0]:
                 time.sleep(0.0005)
             time.sleep(random.uniform(0.002, 0.006))
-            kill(readers.pop())  # beside a writer
+            kill(readers.pop())  # while a writer runs
             kill(writer)
             read(table)  # before anybody has repaired it
             table = _core.CacheTable.attach(file.fileno(), like, CODE)

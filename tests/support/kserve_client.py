@@ -1,4 +1,4 @@
-"""Asks servers with KServe's own client, in its own environment: its gRPC messages and Triton's can't be in
+"""Sends requests with KServe's client, in a separate environment: its gRPC messages and Triton's can't be in
 one process. Reads a request from standard input, writes the answers to standard output."""
 
 import asyncio

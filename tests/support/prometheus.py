@@ -1,4 +1,4 @@
-"""A real Prometheus beside what it looks at, and what alerts and dashboards ask it."""
+"""A real Prometheus that scrapes test servers, and the queries of alerts and dashboards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Prometheus:
         self._address = address
 
     def ask(self, expression: str) -> list[dict[str, Any]]:
-        """What an expression gives now: samples, each with its labels (``metric``)."""
+        """The current value of an expression: samples, each with its labels (``metric``)."""
         query = urllib.parse.urlencode({"query": expression})
         url = f"http://{self._address}/api/v1/query?{query}"
         with urllib.request.urlopen(url, timeout=60) as answer:
@@ -84,7 +84,7 @@ def alerts() -> Mapping[str, str]:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """What each panel asks when all there is is chosen: its board and title, and the expression."""
+    """Each panel's board and title, and its expression with all variables selected."""
     for path in DASHBOARDS:
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel.get("targets", ()):

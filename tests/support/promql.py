@@ -1,4 +1,4 @@
-"""What PromQL expressions name: metrics, labels, values. No parser, but enough for expressions of ours."""
+"""Metrics, labels and values in PromQL expressions; not a parser, but enough for ours."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def shared_server() -> RedisServer:
 
 
 def settings(server: RedisServer | Sequence[RedisServer], **given: Any) -> RedisSettings:
-    """How to reach it, patiently."""
+    """Client settings for the server, with long timeouts."""
     servers = [server] if isinstance(server, RedisServer) else list(server)
     base: dict[str, Any] = {"addresses": [each.address for each in servers], "timeout_ms": 20_000}
     return RedisSettings(**{**base, **given})
@@ -120,7 +120,7 @@ class Certificates:
         return RedisTlsSettings(**{**mine, **given})
 
     def redis_py(self) -> dict[str, Any]:
-        """Arguments of redis-py for whoever looks after the servers."""
+        """Arguments of redis-py for the test's administrative connections."""
         certificate, key = self.make("admin")
         return {
             "ssl": True, "ssl_ca_certs": str(self.ca), "ssl_certfile": str(certificate),
@@ -306,7 +306,7 @@ class Watched:
 
 
 class Proxy:
-    """Passes bytes on between clients and a server, and misbehaves as told. ``delay_s``: of every piece
+    """Passes bytes on between clients and a server, and misbehaves on request. ``delay_s``: of every piece
     from the server. ``cut_after``: from the server's next bytes, this many still arrive, then all
     connections end. ``silent``: the server's bytes are held back."""
 

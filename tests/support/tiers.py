@@ -24,7 +24,7 @@ from hps.types import EmbeddingTable, Source
 from tests.support.memory_tier import MemoryTier
 
 ROWS = 4096
-"""What the tables of a tier under test may hold without a cache dropping any."""
+"""Rows that the tables of a tier under test may hold without evictions."""
 
 TableSet = list[EmbeddingTable]
 

@@ -1,4 +1,4 @@
-"""A server behind TLS that does not speak it: what a mesh or a balancer does, on a thread of its own."""
+"""A TLS relay in front of a plain-text server, as in a mesh or a load balancer, on a separate thread."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.support.certificates import Made
 
 @contextmanager
 def tls_relay(address: str, server: Made, ca: Made, *protocols: str) -> Iterator[str]:
-    """Where connections are taken that are passed on to ``address`` (``host:port``) in plain text, from
-    clients with a certificate of ``ca``. ``protocols``: those that can be spoken, as ALPN names them."""
+    """Address of a relay that accepts TLS from clients with a certificate of ``ca``, and forwards it in plain
+    text to ``address`` (``host:port``). ``protocols``: ALPN names of the offered protocols."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(server[1], server[0])
     context.load_verify_locations(ca[1])

@@ -1,4 +1,4 @@
-"""Waiting for what a busy machine does later."""
+"""Waiting for a condition without a fixed sleep."""
 
 from __future__ import annotations
 

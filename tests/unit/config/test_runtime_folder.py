@@ -44,7 +44,7 @@ def test_given_settings_are_kept() -> None:
 
 
 def test_restarted_node_gets_the_same_folder() -> None:
-    """Its folder derives from the database, or else the port, which one node at a time can own."""
+    """The folder derives from the database, or else from the port: one node at a time owns either."""
     there = {"tiers": {"rocksdb": {"path": "/data/db"}}}
     assert runtime_and_cache(for_workers(settings(**there))) == runtime_and_cache(
         for_workers(settings(**there))
