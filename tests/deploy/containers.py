@@ -46,7 +46,7 @@ def full_name(image: str) -> str:
 
 
 IMAGES = {name: full_name(image) for name, image in example().items() if name.endswith("_IMAGE")}
-"""By the variables of ``.env.example``."""
+"""Full names of images, by the variables of ``.env.example``."""
 
 _ENGINE = """
 [containers]

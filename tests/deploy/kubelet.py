@@ -32,7 +32,7 @@ class Kubelet:
         kube.make("/api/v1/nodes", node)
 
     def end_well(self, pod: str) -> None:
-        """As soon as there is such a pod."""
+        """Wait for the pod, bind it to the node, and report that it succeeded."""
         until(lambda: self._kube.ask(f"{PODS}/{pod}")[0] == 200)
         self._kube.make(
             f"{PODS}/{pod}/binding",

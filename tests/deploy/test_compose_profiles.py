@@ -86,7 +86,7 @@ def test_load_profile_ends_without_failed_requests(stack: Stack, clicks: str) ->
 
 
 def test_gpu_profile(stack: Stack, clicks: str) -> None:
-    """As far as a machine without one goes: it starts where it need not be there, else says that it lacks."""
+    """Without a GPU, the server starts if none is required, else it reports the missing one."""
     stack.engine.make_gpu_image()
     hardened(stack, stack.up("gpu"))
     before = logits_of(stack.url("GPU_HTTP_PORT"))
