@@ -27,8 +27,7 @@ def stop_on_signals() -> Iterator[None]:
     """Make SIGINT, SIGTERM and SIGHUP a KeyboardInterrupt, on the main thread.
 
     A shell starts background processes with SIGINT ignored, and Python leaves it ignored; the demo
-    still stops
-    on one. An ignored SIGHUP stays ignored, as nohup requires."""
+    still stops on one. An ignored SIGHUP stays ignored, as nohup requires."""
     ends = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         ends.append(signal.SIGHUP)

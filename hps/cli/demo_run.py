@@ -27,8 +27,7 @@ class DemoResults:
     """Results of the demo.
 
     ``rounds[i]``: keys by the tier that had the row, in the i-th pass over the requests.
-    ``difference``: the
-    largest one to the trainer's scores. ``checks``: outcomes by name."""
+    ``difference``: the largest one to the trainer's scores. ``checks``: outcomes by name."""
 
     scores: dict[str, NDArray[Any]] = field(default_factory=dict)
     sources: dict[str, NDArray[np.uint8]] = field(default_factory=dict)

@@ -221,12 +221,12 @@ class SampleWriter:
             for name, value in outputs.items():
                 self._kept.setdefault(name, []).append(value)
             return
-        table = as_table(outputs, text_lists=self._suffix == ".csv")
         if self._suffix == ".jsonl":
             if self._sink is None:
                 self._sink = self._part.open("wb")
             self._sink.write(json_lines(outputs))
             return
+        table = as_table(outputs, text_lists=self._suffix == ".csv")
         if self._sink is None:
             self._sink = self._arrow_sink(table.schema)
         self._sink.write_table(table)
@@ -261,8 +261,8 @@ def as_table(outputs: Mapping[str, NDArray[Any]], *, text_lists: bool = False) -
         elif text_lists:
             columns[name] = pa.array([" ".join(map(str, row)) for row in flat])
         else:
-            width = flat.shape[1]
-            columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(flat.reshape(-1)), width)
+            cells = pa.array(flat.reshape(-1))
+            columns[name] = pa.FixedSizeListArray.from_arrays(cells, flat.shape[1])
     return pa.table(columns)
 
 
@@ -270,13 +270,12 @@ def json_lines(outputs: Mapping[str, NDArray[Any]]) -> bytes:
     """Named outputs as JSON lines, one object a sample."""
     import orjson
 
-    columns = as_table(outputs)
-    arrays = [outputs[name].reshape(len(outputs[name]), -1) for name in columns.column_names]
+    arrays = [value.reshape(len(value), -1) for value in outputs.values()]
     lines = []
     for cells in zip(*arrays, strict=True):
         row = {
             name: cell[0] if len(cell) == 1 else np.ascontiguousarray(cell)
-            for name, cell in zip(columns.column_names, cells, strict=True)
+            for name, cell in zip(outputs, cells, strict=True)
         }
         lines.append(
             orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)

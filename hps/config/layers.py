@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,11 +170,8 @@ def _longest(names: Mapping[KeyPath, str], path: KeyPath) -> str:
     for length in range(len(path), 0, -1):
         if path[:length] in names:
             return names[path[:length]]
-    return next(_under(names, path), dotted_path(path))
-
-
-def _under(names: Mapping[KeyPath, str], path: KeyPath) -> Iterator[str]:
-    return (name for known, name in names.items() if known[: len(path)] == path)
+    below = (name for known, name in names.items() if known[: len(path)] == path)
+    return next(below, dotted_path(path))
 
 
 def _nested(path: KeyPath, value: Any) -> dict[str, Any]:

@@ -84,10 +84,6 @@ def _plain(value: Any) -> str:
     return json.dumps(value) if isinstance(value, list) else str(value)
 
 
-def _environment() -> str:
-    return _table(("Variable", "Meaning"), [(f"`{n}`", text) for n, text in VARIABLES.items()])
-
-
 def _ps_json() -> str:
     parts = []
     for section in dict.fromkeys(key.section for key in KEYS):
@@ -151,7 +147,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "settings": _by_group,
     "model": lambda: _settings(ModelSpec),
     "api-key": lambda: _settings(ApiKey),
-    "environment": _environment,
+    "environment": lambda: _table(
+        ("Variable", "Meaning"), [(f"`{n}`", text) for n, text in VARIABLES.items()]
+    ),
     "ps-json": _ps_json,
     "metrics": metric_tables,
 }
