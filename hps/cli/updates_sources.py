@@ -24,8 +24,7 @@ class PublishedRows:
     """Rows of one table to send.
 
     ``changes(step)`` reports the rows read, of ``total``, to ``step``. ``rows`` and ``deleted`` count
-    what was
-    sent, ``unsent`` deletions that the format cannot hold."""
+    the sent ones, ``unsent`` the deletions that the format cannot hold."""
 
     table: str
     total: int

@@ -113,8 +113,7 @@ def file_checks(settings: Settings, role: str) -> Iterator[FileCheck]:
     """Files of secrets, API keys and certificates that a process of ``role`` reads.
 
     ``role`` is a `server.role`, or ``ingest``. Certificates of ports are not included: they are read
-    when the
-    ports open."""
+    when the ports open."""
     for setting, path in secret_files(settings).items():
         read = partial(read_secret, path, setting, api_key=setting == _LOOKUPS_KEY)
         yield FileCheck(setting, [path], read)

@@ -123,7 +123,7 @@ def healthchecks(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def started(engine: Engine) -> Iterator[Stack]:
-    """All that comes up without a profile, healthy."""
+    """The services without a profile, healthy."""
     names = [name for name in example() if name.endswith("_PORT")]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     settings = {name: str(port) for name, port in ports.items()}

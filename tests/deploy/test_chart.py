@@ -60,9 +60,9 @@ def test_readme_and_schema_are_generated_from_the_values() -> None:
     finally:
         sys.path.pop(0)
     text = (CHART / "values.yaml").read_text()
-    mend = "run `python tools/chart_docs.py`"
-    assert (CHART / "README.md").read_text() == chart_docs.readme_text(text), mend
-    assert (CHART / "values.schema.json").read_text() == chart_docs.schema_text(text), mend
+    remedy = "run `python tools/chart_docs.py`"
+    assert (CHART / "README.md").read_text() == chart_docs.readme_text(text), remedy
+    assert (CHART / "values.schema.json").read_text() == chart_docs.schema_text(text), remedy
     assert [value.key for value in chart_docs.values(text)[0] if not value.about] == []
 
 
@@ -451,7 +451,7 @@ def test_service_monitors_set_the_job_that_alerts_use(name: str) -> None:
     rendered = Rendered(name)
     (monitor,) = rendered.of("ServiceMonitor")
     selector = monitor["spec"]["selector"]["matchLabels"].items()
-    service, *beside = [
+    service, *others = [
         s for s in rendered.of("Service") if selector <= s["metadata"]["labels"].items()
     ]
     assert service["metadata"]["name"] == f"{rendered.prefix}-metrics"
@@ -468,10 +468,10 @@ def test_service_monitors_set_the_job_that_alerts_use(name: str) -> None:
     assert re.fullmatch(pattern[1], job), f"HpsDown never fires for job {job}"
     endpoints = monitor["spec"]["endpoints"]
     assert [each["port"] for each in endpoints] == [
-        port["name"] for each in (service, *beside) for port in each["spec"]["ports"]
+        port["name"] for each in (service, *others) for port in each["spec"]["ports"]
     ]
-    assert len(beside) == (name == "everything")
-    for each, endpoint in zip(beside, endpoints[1:], strict=True):
+    assert len(others) == (name == "everything")
+    for each, endpoint in zip(others, endpoints[1:], strict=True):
         job = each["metadata"]["labels"][monitor["spec"]["jobLabel"]]
         assert job == "triton"
         assert not re.fullmatch(pattern[1], job)
@@ -593,8 +593,8 @@ def test_egress_policies_allow_what_the_role_uses() -> None:
     assert network.lets(pods["checkpoints"], pods["lookup"], 8002)
     assert not network.lets(pods["checkpoints"], outside, 443)
     # Only its front end may send requests to a Triton sidecar; scrapers may read its metrics.
-    beside = Rendered("everything")
-    network, pods = Network(beside), peers(beside)
+    with_triton = Rendered("everything")
+    network, pods = Network(with_triton), peers(with_triton)
     assert not network.lets(pods["lookup"], pods["frontend"], 9000)
     assert network.lets(Peer(namespace="monitoring"), pods["frontend"], 9002)
     assert not network.lets(Peer(namespace="monitoring"), pods["lookup"], 9002)

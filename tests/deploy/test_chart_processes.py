@@ -214,7 +214,7 @@ def test_front_end_with_triton_sidecar(
 ) -> None:
     """It starts with the chart's arguments, passes the chart's probe, and answers the front end."""
     rendered = Rendered("everything")
-    beside = pod(rendered.servers()["frontend"])["initContainers"][-1]
+    sidecar = pod(rendered.servers()["frontend"])["initContainers"][-1]
     http, grpc, metrics = free_ports(3)
 
     def here(text: str) -> str:
@@ -224,8 +224,8 @@ def test_front_end_with_triton_sidecar(
 
     # Releases from 26.04 on need an option to allow what this release allows.
     newer = "--allow-client-shm=true"
-    repository, *arguments = beside["args"]
-    assert (beside["command"], repository) == (["tritonserver"], "--model-repository=/models")
+    repository, *arguments = sidecar["args"]
+    assert (sidecar["command"], repository) == (["tritonserver"], "--model-repository=/models")
     given = tuple(here(each) for each in arguments if each != newer)
     assert len(given) == len(arguments) - 1
     write_models(tmp_path / "models")
@@ -234,7 +234,7 @@ def test_front_end_with_triton_sidecar(
     dense["triton"] |= {"fallback": False, "timeout_ms": 60_000}
     ports = (http, grpc, metrics)
     with start_triton(tmp_path / "triton", ports, arguments=given, timeout_s=300):
-        curl, *words = beside["startupProbe"]["exec"]["command"]
+        curl, *words = sidecar["startupProbe"]["exec"]["command"]
         assert run([program(curl), *map(here, words)], dict(os.environ)) == ""
         found = [scores(tmp_path, str(n), each) for n, each in enumerate((dense, {}))]
     np.testing.assert_allclose(*found, atol=1e-6)

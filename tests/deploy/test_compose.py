@@ -152,7 +152,7 @@ def load(stack: Stack, *more: Front) -> Iterator[Load]:
 
 
 def whole(client: Client) -> bytes:
-    """Scores of an answer that lacks nothing."""
+    """Scores of an answer that is not degraded and has no defaults."""
     answer = client.predict("clicks", *request_inputs())
     assert not answer.degraded, answer.degraded
     assert not answer.defaulted

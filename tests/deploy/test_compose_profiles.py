@@ -1,5 +1,5 @@
-"""The profiles of ``docker-compose.yml``, started beside what comes up without one: what is observed, load,
-a GPU. The profile triton is in `test_compose`."""
+"""The profiles of ``docker-compose.yml``, started in addition to the services without one:
+observability, load, a GPU. The profile triton is in `test_compose`."""
 
 from __future__ import annotations
 

@@ -249,15 +249,15 @@ def all_close(deployment, model, wanted):
 def test_scores_follow_updates_over_every_interface(
     deployment, model, settings, tmp_path, triton_ready
 ):
-    with with_triton(deployment, model, settings, tmp_path) as beside:
+    with with_triton(deployment, model, settings, tmp_path) as triton_frontend:
         before = scores(rows(USER_KEYS, 4), rows(ITEM_KEYS, 2), -1.0)
-        for each in (deployment, beside):
+        for each in (deployment, triton_frontend):
             ((version, found),) = answered(each, model)
             assert version == "1"
             np.testing.assert_allclose(found, before, rtol=1e-5)
         wanted = updated(deployment, model, -0.5)
         assert len(answered(deployment, model)) == 1
-        until(lambda: all_close(beside, model, wanted))
+        until(lambda: all_close(triton_frontend, model, wanted))
 
 
 # Panels of other deployments: with GPUs, workers, batches, certificates, failures, rejections; of models

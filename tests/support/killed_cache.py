@@ -117,7 +117,7 @@ def main(rounds):
             time.sleep(random.uniform(0.002, 0.006))
             kill(readers.pop())  # while a writer runs
             kill(writer)
-            read(table)  # before anybody has repaired it
+            read(table)  # before it is repaired
             table = _core.CacheTable.attach(file.fileno(), like, CODE)
             repaired += table.repair()
             assert not table.repair(), "repaired twice"

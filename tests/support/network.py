@@ -8,8 +8,8 @@ from contextlib import suppress
 
 
 class Network:
-    """A port behind which is another. ``lose``: nothing comes through any more by the connections there are,
-    and neither side is told. ``cut``: they end, at once."""
+    """A port that forwards to another one. ``lose``: open connections pass nothing on any more, and neither
+    side notices. ``cut``: they are closed at once."""
 
     def __init__(self, port: int) -> None:
         self._to = port

@@ -1,7 +1,7 @@
 """A CPU cache in shared memory under load: python soak_cache.py SECONDS [spoil].
 
 One process owns it: a thread writes (insert, update, delete, evict; there are three times as many keys as
-room) beside threads that read. Other processes are attached and read; now and then one is killed and
+room) while threads read. Other processes are attached and read; now and then one is killed and
 another takes its place. A row says its key and version and carries words made of both. Ends with an
 error when a row is torn, another key's or older than one seen before, or when nothing happened.
 ``spoil``: one row in 2,000 is written with a wrong word, to see that it is noticed.

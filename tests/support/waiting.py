@@ -12,5 +12,5 @@ def until(holds: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     """Return once ``holds()`` is true; fail when it is not within ``timeout_s``."""
     end = time.monotonic() + timeout_s
     while not holds():
-        assert time.monotonic() < end, f"waited {timeout_s:g} s in vain"
+        assert time.monotonic() < end, f"timed out after {timeout_s:g} s"
         time.sleep(0.005)

@@ -20,11 +20,9 @@ class PsKey:
     why it has no effect.
 
     ``ignored_values`` is the warning for single values of an enum, by canonical name. ``aliases`` maps
-    every
-    spelling that HPS accepts to the canonical one; ``items`` is the type of a list's items.
-    ``acts_with`` is
-    the ``type`` of the section, or of the update source, with which the key has an effect although it is
-    ignored with others. A number outside ``least`` and ``most``, which HPS accepts, is clamped with a
+    every spelling that HPS accepts to the canonical one; ``items`` is the type of a list's items.
+    ``acts_with`` is the ``type`` of the section, or of the update source, with which the key has an
+    effect although it is ignored with others. A number outside ``least`` and ``most``, which HPS accepts, is clamped with a
     warning."""
 
     section: str

@@ -43,8 +43,7 @@ def fused_tables(
     """One table per vector size, in ascending order.
 
     Order and names are those of `fuse_embedding_table_in_json_config` of HugeCTR 24.06; the last
-    entry's default
-    is the table's."""
+    entry's default is the table's."""
     tables = []
     for number, dim in enumerate(sorted(set(dims))):
         members = tuple(i for i, each in enumerate(dims) if each == dim)

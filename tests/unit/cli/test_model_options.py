@@ -32,7 +32,7 @@ def test_network_with_external_weights_is_rejected(tmp_path):
     assert (tmp_path / "dense.onnx.data").exists()
     with pytest.raises(ModelError, match=r"dense\.onnx keeps its weights.*external_data=False"):
         check_wiring(SPEC, path)
-    onnx.save_model(onnx.load(path), path)  # the mend
+    onnx.save_model(onnx.load(path), path)  # the remedy that the error names
     check_wiring(SPEC, path)
 
 

@@ -33,7 +33,7 @@ EXAMPLE = ROOT / "deploy" / "config.example.yaml"
 
 
 def schema_keys(schema: dict[str, Any], node: dict[str, Any], prefix: str = "") -> set[str]:
-    """Dotted keys of everything a JSON Schema describes: a second opinion, beside settings_of."""
+    """Dotted keys of everything a JSON Schema describes: a check that is independent of settings_of."""
     while "$ref" in node:
         node = schema["$defs"][node["$ref"].rpartition("/")[2]]
     found: set[str] = set()

@@ -154,7 +154,7 @@ def test_quantiles_with_too_few_durations_are_none() -> None:
 
 
 def test_late_answers_do_not_count_as_throughput() -> None:
-    """Ten answers at a time, each after 0.4 s: of those sent at 0.4 s, none has come by 0.5 s."""
+    """Ten answers at a time, each after 0.4 s: of the requests sent at 0.4 s, none is answered by 0.5 s."""
 
     class Slow(Served):
         async def send(self, message: Any, until: float) -> None:

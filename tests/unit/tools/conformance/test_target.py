@@ -48,11 +48,11 @@ def test_steady_gives_up_on_changing_counts(monkeypatch):
 
 
 def test_not_offered_is_not_a_deviation():
-    def lacks(target):
+    def not_offered(target):
         raise NotOffered("trace")
 
     with pytest.raises(NotOffered):
-        check(lacks).run(TARGET)
+        check(not_offered).run(TARGET)
     check(lambda target: None).run(TARGET)
 
 
