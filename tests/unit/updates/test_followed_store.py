@@ -384,6 +384,15 @@ def test_store_without_versions_refreshes_caches_without_versions(make):
     assert (part.out[0, 0], part.versions[0]) == (1.0, 0)
 
 
+def test_held_batch_is_logged_once(make, monkeypatch, caplog):
+    monkeypatch.setattr("hps.updates.ingestor._LATE_S", 0.0)
+    node, _ = make([(1, False)])
+    for _ in range(4):
+        node.step()
+    assert node.ingestor.is_waiting
+    assert [each.message for each in caplog.records] == [f"updates wait: {node.ingestor.problem}"]
+
+
 def test_held_batch_is_reported_and_the_reader_can_be_paused(make, monkeypatch):
     monkeypatch.setattr("hps.updates.ingestor._LATE_S", 0.01)
     node, feeder = make([(1, False)])

@@ -12,7 +12,7 @@ import pytest
 from hps.backoff import Backoff
 from hps.errors import TierError, Unavailable
 from hps.observability.meters import UpdateMeter
-from hps.observability.metric_names import UPDATE_DEAD, UPDATE_ROWS, UPDATE_VISIBLE
+from hps.observability.metric_names import UPDATE_BATCH, UPDATE_DEAD, UPDATE_ROWS, UPDATE_VISIBLE
 from hps.observability.metrics import Metrics
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu.cache import CpuCache
@@ -281,6 +281,27 @@ def test_expired_rows_are_dropped_and_counted(harness):
     harness.ingestor.step()
     assert harness.rows(harness.store, [1]) == {1: 2.0}
     assert harness.counted("expired") == 1
+
+
+def test_only_messages_with_a_lifetime_expire(harness):
+    past = NOW_MS - 60_000
+    messages = []
+    for key, ttl_s in ((1, 0), (2, 1), (3, 3600)):
+        row = changes([(key, 1.0, 1)])
+        messages += encode_native("m/items", row, MessageAttributes(past, ttl_s=ttl_s))
+    updates = decode_native(messages).updates
+    harness.source.batches = [UpdateBatch(updates, [StreamPosition("t", 0, 3)])]
+    harness.ingestor.step()
+    assert harness.rows(harness.store, [1, 2, 3]) == {1: 1.0, 2: None, 3: 1.0}
+    assert harness.counted("expired") == 1
+
+
+def test_duration_of_each_applied_batch_is_measured(harness):
+    harness.source.batches = [batch(1, items=changes([(1, 1.0, 1)])), batch(2)]
+    for _ in range(3):
+        harness.ingestor.step(0.0)
+    counts, _ = harness.metrics.histogram(UPDATE_BATCH).read()
+    assert sum(counts) == 2
 
 
 def test_keys_are_narrowed_and_rows_converted_to_the_dtype_of_the_table(harness):
