@@ -93,6 +93,21 @@ def test_requests_beyond_the_limit_are_queued_in_order(make_queue):
     assert [queued_ns(future) > 0 for future in futures] == [False, False, True, True, True]
 
 
+def test_request_starts_if_a_slot_becomes_free_while_it_is_enqueued(make_queue):
+    works, queue, *_ = make_queue()
+    queue.submit(call("first"), FAR)
+
+    class Array:
+        @property
+        def nbytes(self):  # is read after the slots were counted
+            works.end()
+            return 1
+
+    queue.submit(InferenceRequest(RequestTemplate(), {"x": Array()}, "second"), FAR)
+    assert [name for name, _ in works.begun] == ["second"]
+    assert (queue.running, queue.queued) == (1, 0)
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_queued_request_reports_its_batch_and_both_waits(make_queue, at_once):
     works, queue, *_ = make_queue()
