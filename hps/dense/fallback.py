@@ -15,7 +15,7 @@ from hps.errors import DeadlineExceeded, Unavailable
 
 log = logging.getLogger(__name__)
 # How long the remote network is skipped after it was unavailable.
-_REST_S = 1.0
+_SKIP_S = 1.0
 
 
 class FallbackModel:
@@ -26,7 +26,7 @@ class FallbackModel:
     def __init__(self, name: str, first: DenseModel, second: DenseModel) -> None:
         self._name = name
         self._first, self._second = first, second
-        self._rests_until = 0.0
+        self._skipped_until = 0.0
         self._failing = False
         self.takes_device_arrays = first.takes_device_arrays
         self.inputs, self.outputs = second.inputs, second.outputs
@@ -40,14 +40,14 @@ class FallbackModel:
     ) -> dict[str, NDArray[Any]]:
         """See ``DenseModel``."""
         started = time.monotonic()
-        if started >= self._rests_until:
+        if started >= self._skipped_until:
             try:
                 answer = self._first.predict(inputs, outputs, deadline)
             except (Unavailable, DeadlineExceeded) as error:
                 if deadline is not None and started >= deadline:
                     raise  # the deadline had passed before the call
                 # A network that is late counts as unavailable.
-                self._rests_until = time.monotonic() + _REST_S
+                self._skipped_until = time.monotonic() + _SKIP_S
                 if not self._failing:
                     log.warning(
                         "%s: Triton unavailable; running dense.onnx in this process: %s",
@@ -63,8 +63,8 @@ class FallbackModel:
                     self._failing = False
                 return answer
         self.count(1)
-        here = {name: _on_host(array) for name, array in inputs.items()}
-        return self._second.predict(here, outputs, deadline)
+        on_host = {name: _on_host(array) for name, array in inputs.items()}
+        return self._second.predict(on_host, outputs, deadline)
 
     def runs_inline(self, batch: int) -> bool:
         return False
@@ -75,5 +75,5 @@ class FallbackModel:
 
 
 def _on_host(array: Any) -> NDArray[Any]:
-    found: NDArray[Any] = array if isinstance(array, np.ndarray) else array.get()
-    return found
+    copy: NDArray[Any] = array if isinstance(array, np.ndarray) else array.get()
+    return copy

@@ -515,7 +515,7 @@ class LateNetwork:
 
 
 def test_requests_fall_back_after_one_deadline_was_exceeded(opened, monkeypatch):
-    monkeypatch.setattr("hps.dense.fallback._REST_S", 60.0)
+    monkeypatch.setattr("hps.dense.fallback._SKIP_S", 60.0)
     late = LateNetwork()
     both = FallbackModel("n", late, opened())
     with pytest.raises(DeadlineExceeded):
