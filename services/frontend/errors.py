@@ -48,10 +48,12 @@ class UnknownEncoding(BadRequest):
 
 
 class Overloaded(Unavailable):
-    """The server is overloaded and rejects the request. ``reason`` is the metric's label."""
+    """The server is overloaded and rejects the request, because of ``cause``, a sentence without a full stop.
 
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
+    ``reason`` is the metric's label."""
+
+    def __init__(self, cause: str, reason: str) -> None:
+        super().__init__(f"overloaded: {cause}; retry later, or ask another replica")
         self.reason = reason
 
 

@@ -35,8 +35,7 @@ class ByteBudget:
         """The error that `require` would raise, or None."""
         if self.held > held_by_request and self.held + size > self.limit:
             return Overloaded(
-                f"overloaded: queued requests hold {self.held} bytes (server.admission.queue_bytes); "
-                "retry later, or ask another replica",
+                f"queued requests hold {self.held} bytes (server.admission.queue_bytes)",
                 "queue_bytes",
             )
         return None

@@ -109,29 +109,26 @@ class AdmissionQueue:
             self._byte_budget.add(-size)
 
     def rejection(self, size: int = 0) -> Overloaded | None:
-        """The error that `require_capacity` would raise, or None: cheaper than an exception."""
+        """Return the error that `require_capacity` would raise, or None; costs less than raising it."""
         ahead = len(self._queue) + self._reserved
         queued = ahead - max(0, self.max_running - self.running)
         if queued >= self._max_queued and self.is_saturated:
+            # In Triton's words, which clients look for.
             return Overloaded(
-                f"overloaded: Exceeds maximum queue size ({queued} requests to '{self.name}' are queued, "
-                "server.admission.queue); retry later, or ask another replica",
+                f"Exceeds maximum queue size ({queued} requests to '{self.name}' are queued, "
+                "server.admission.queue)",
                 "queue_full",
             )
         bound_s = self._bound.now_s
         if not self._bound.allows(self.estimate.wait_s(ahead)):
-            limit = (
-                "server.admission.max_wait_ms" if bound_s == self._max_wait_s else "overload bound"
-            )
+            limit = "server.admission.max_wait_ms"
+            if bound_s < self._max_wait_s:
+                limit += ", shortened during an overload"
             return self._wait_rejection(f"longer than {round(bound_s * 1e3, 1):g} ms ({limit})")
         return self._byte_budget.rejection(size)
 
     def _wait_rejection(self, too_long: str) -> Overloaded:
-        return Overloaded(
-            f"overloaded: a request to '{self.name}' would wait {too_long}; retry later, or ask another "
-            "replica",
-            "queue_wait",
-        )
+        return Overloaded(f"a request to '{self.name}' would wait {too_long}", "queue_wait")
 
     def _require_time(self, deadline: float) -> None:
         """Raise ``Overloaded`` if a request would spend too much of its time until ``deadline`` queued."""
@@ -305,8 +302,8 @@ class AdmissionQueue:
             self._bound.shrink(self._max_wait_s)
             request.set_exception(
                 Overloaded(
-                    f"overloaded: the request to '{self.name}' has waited for {self._max_wait_s * 1e3:g} ms "
-                    "(server.admission.max_wait_ms); retry later, or ask another replica",
+                    f"the request to '{self.name}' has waited for {self._max_wait_s * 1e3:g} ms "
+                    "(server.admission.max_wait_ms)",
                     "queue_wait",
                 )
             )

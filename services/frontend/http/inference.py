@@ -126,7 +126,9 @@ class HttpInference(Inference):
 
     def _encode(self, result: Any) -> HttpReply:
         reply = self.encode(self._route.encoder, result)
-        known_id = self._head.identity.request_id or printable_request_id(self.call.id)
+        known_id = self._head.identity.request_id
+        if not known_id and self.call.id:
+            known_id = printable_request_id(self.call.id)
         return reply.with_request_id(known_id) if known_id else reply
 
     def _is_compressed(self, reply: HttpReply) -> bool:
