@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from time import perf_counter_ns
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
@@ -44,24 +44,16 @@ from services.frontend.statistics import Stages, execution_samples, queued_ns
 Answer = TypeVar("Answer", covariant=True)
 
 
-class RequestIdentity(NamedTuple):
-    """Request ID and W3C trace context that a client has sent."""
-
-    request_id: str = ""
-    traceparent: str = ""
-    tracestate: str = ""
+NO_IDENTITY = RequestContext()
+"""The identity, request ID and trace context, of a request that was sent without; always this object."""
 
 
-NO_IDENTITY = RequestIdentity()
-"""The identity of a request that has none; always this object."""
-
-
-def request_identity(request_id: str, traceparent: str, tracestate: str) -> RequestIdentity:
+def request_identity(request_id: str, traceparent: str, tracestate: str) -> RequestContext:
     """Return the identity with a trace context whose headers are valid; `NO_IDENTITY` if all are empty."""
     parent = traceparent_of(traceparent) if traceparent else ""
     if not parent:
-        return RequestIdentity(request_id) if request_id else NO_IDENTITY
-    return RequestIdentity(request_id, parent, tracestate_of(tracestate))
+        return RequestContext(request_id) if request_id else NO_IDENTITY
+    return RequestContext(request_id, parent, tracestate_of(tracestate))
 
 
 class ResponseEncoder(Protocol[Answer]):
@@ -103,7 +95,7 @@ class InferencePort:
         self,
         error: BaseException,
         started: int,
-        identify: Callable[[], RequestIdentity],
+        identify: Callable[[], RequestContext],
         entry: ServedEndpoint | None = None,
         origin: RequestContext | None = None,
     ) -> HpsError:
@@ -120,7 +112,8 @@ class InferencePort:
         endpoint = None if entry is None else entry.endpoint
         if origin is None:
             name = "" if endpoint is None else endpoint.name
-            origin = observer.begin(name, started, *identify())
+            identity = identify()
+            origin = observer.begin(name, started, identity.request_id, identity)
         answer = client_error(error, origin.request_id)
         self._count(answer, error, started, entry)
         status = getattr(status_of(answer), self.protocol)
@@ -176,7 +169,7 @@ class Inference(ABC):
         self._reserved: int | None = None
 
     @abstractmethod
-    def identify(self) -> RequestIdentity:
+    def identify(self) -> RequestContext:
         """Return the request ID and trace context sent beside the message."""
 
     @abstractmethod
@@ -235,7 +228,7 @@ class Inference(ABC):
         request_id = request_id or identity.request_id
         if request_id or identity is not NO_IDENTITY or observer.watches:
             assert self.entry is not None
-            self.origin = observer.begin(self.entry.name, self.started, request_id, *identity[1:])
+            self.origin = observer.begin(self.entry.name, self.started, request_id, identity)
         allowed_s = timeout_s or self.port.timeout_s
         remaining_s = self.remaining_s()
         if remaining_s is not None and remaining_s < allowed_s:
@@ -289,7 +282,8 @@ class Inference(ABC):
         self.entry.statistics.succeeded(batch, stages, queued, execution)
         observe((done - started) * 1e-9)
         if (origin := self.origin) is not None:
-            end_span(origin, batch, result.defaulted, stages)
+            if origin.is_recorded:
+                end_span(origin, batch, result.defaulted, stages)
             self.port.state.observer.log_answered(
                 self.port.protocol, origin, self.entry.endpoint, inputs, result.defaulted, stages
             )

@@ -21,13 +21,12 @@ access = logging.getLogger("hps.access")
 
 
 def end_span(origin: RequestContext, batch: int, defaulted: int, stages: Stages) -> None:
-    """End the span, if one is recorded, of an answered request of ``batch`` samples."""
-    if origin.is_recorded:
-        started, parsed, inferred, done = stages
-        origin.stage("decode", started, parsed)
-        origin.stage("encode", inferred, done)
-        origin.note(batch=batch, defaulted=defaulted)
-        origin.end()
+    """End the recorded span of an answered request of ``batch`` samples."""
+    started, parsed, inferred, done = stages
+    origin.stage("decode", started, parsed)
+    origin.stage("encode", inferred, done)
+    origin.note(batch=batch, defaulted=defaulted)
+    origin.end()
 
 
 class RequestObserver:
@@ -45,20 +44,22 @@ class RequestObserver:
         return self._share > 0.0 or self._tracer is not None or access.isEnabledFor(logging.DEBUG)
 
     def begin(
-        self, model: str, started: int, request_id: str, traceparent: str, tracestate: str
+        self, model: str, started: int, request_id: str, sent: RequestContext
     ) -> RequestContext:
         """Context of a request to ``model`` that began at ``started`` (``time.perf_counter_ns``).
 
-        It gets an id if it has none and may be reported."""
+        Its trace context is that of ``sent``. It gets an id if it has none and may be reported."""
         if not request_id and self.watches:
             request_id = secrets.token_hex(8)
         if self._tracer is not None:
             begun = self._tracer.request(
-                f"infer {model}", started, request_id, traceparent, tracestate
+                f"infer {model}", started, request_id, sent.traceparent, sent.tracestate
             )
             begun.note(model=model)
             return begun
-        return RequestContext(request_id, traceparent, tracestate)
+        if request_id == sent.request_id:
+            return sent
+        return RequestContext(request_id, sent.traceparent, sent.tracestate)
 
     def log_answered(
         self,

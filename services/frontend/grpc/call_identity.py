@@ -6,10 +6,11 @@ from functools import partial
 from urllib.parse import unquote
 
 from hps.config.auth import Role
+from hps.tracing import RequestContext
 from services.frontend.auth import Authorizer
 from services.frontend.certificates import caller_names
 from services.frontend.grpc.responders import CallContext, UnaryResponder
-from services.frontend.inference import NO_IDENTITY, RequestIdentity, request_identity
+from services.frontend.inference import NO_IDENTITY, request_identity
 
 _NAMES = frozenset({"x-request-id", "traceparent", "tracestate"})
 # Property names in grpc's auth context.
@@ -62,7 +63,7 @@ def address_of(context: CallContext) -> str:
     return address.removeprefix("[").removesuffix("]")
 
 
-def sent_identity(context: CallContext) -> RequestIdentity:
+def sent_identity(context: CallContext) -> RequestContext:
     """Return the request ID and the trace context in a call's metadata."""
     sent = {name: str(value) for name, value in context.invocation_metadata() if name in _NAMES}
     if not sent:

@@ -6,9 +6,10 @@ from abc import abstractmethod
 from concurrent.futures import Future
 from typing import Any
 
+from hps.tracing import RequestContext
 from services.frontend.grpc.call_identity import address_of, sent_identity
 from services.frontend.grpc.responders import UnaryResponder
-from services.frontend.inference import Inference, InferencePort, RequestIdentity
+from services.frontend.inference import Inference, InferencePort
 
 
 class GrpcInference(Inference):
@@ -20,7 +21,7 @@ class GrpcInference(Inference):
         super().__init__(port)
         self.reply = reply
 
-    def identify(self) -> RequestIdentity:
+    def identify(self) -> RequestContext:
         return sent_identity(self.reply.context)
 
     def address(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from hps.tracing import RequestContext
 from services.frontend.http.body import accepted_coding
 from services.frontend.http.routes import HttpRoute
 from services.frontend.inference import NO_IDENTITY, request_identity
@@ -67,11 +68,14 @@ class RequestHead:
         return other
 
     def _name(self, headers: Mapping[bytes, bytes]) -> None:
-        self.identity = NO_IDENTITY
-        if not headers.keys().isdisjoint(_OWN):
-            parent, state = headers.get(b"traceparent", b""), headers.get(b"tracestate", b"")
+        if b"traceparent" in headers:
+            parent, state = headers[b"traceparent"], headers.get(b"tracestate", b"")
             traced = parent.decode("latin-1"), state.decode("latin-1")
             self.identity = request_identity(request_id(headers), *traced)
+        elif name := request_id(headers):
+            self.identity = RequestContext(name)
+        else:
+            self.identity = NO_IDENTITY
 
 
 def split_request_lines(text: bytes) -> tuple[bytes, dict[bytes, bytes]]:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from hps.errors import BadRequest
+from hps.tracing import RequestContext
 from services.frontend.http.asgi import GONE, WHOLE, Receive, Scope, Send
 from services.frontend.http.body import COMPRESS_FROM_BYTES, compress
 from services.frontend.http.failures import error_reply
@@ -14,7 +15,7 @@ from services.frontend.http.peer import ConnectionPeer
 from services.frontend.http.request import JsonInferenceRequest
 from services.frontend.http.response import HttpReply
 from services.frontend.http.routes import HttpRoute
-from services.frontend.inference import Inference, InferencePort, RequestIdentity
+from services.frontend.inference import Inference, InferencePort
 from services.frontend.pending import failed_future
 
 
@@ -35,7 +36,7 @@ class HttpInference(Inference):
         self._encoded: HttpReply | None = None  # still to be compressed
         self._gone = False
 
-    def identify(self) -> RequestIdentity:
+    def identify(self) -> RequestContext:
         return self._head.identity
 
     def address(self) -> str:

@@ -138,12 +138,12 @@ def test_requests_are_not_logged_by_default(caplog):
     caplog.set_level("INFO", "hps.access")
     observer = RequestObserver()
     assert not observer.watches
-    log_answered(observer, observer.begin("m", 0, "r-1", "", ""))
+    log_answered(observer, observer.begin("m", 0, "r-1", RequestContext("r-1")))
     assert not caplog.records
-    assert observer.begin("m", 0, "", "", "").request_id == ""
+    assert observer.begin("m", 0, "", RequestContext()).request_id == ""
     with caplog.at_level("DEBUG", "hps.access"):
         # A logged request needs an id.
-        assert len(observer.begin("m", 0, "", "", "").request_id) == 16
+        assert len(observer.begin("m", 0, "", RequestContext()).request_id) == 16
         log_answered(observer, RequestContext("r-1"))
     assert len(caplog.records) == 1
 

@@ -25,6 +25,7 @@ from hps.dense.triton.grpc import GrpcTransport
 from hps.lookup.base import LookupModel
 from hps.lookup.remote import Candidates, NodeRegistry, RemoteLookup
 from hps.observability import otel
+from hps.tracing import RequestContext
 from hps.types import JaggedKeys, LookupRequest
 from services.frontend.request_observer import RequestObserver
 from tests.support.waiting import until
@@ -189,7 +190,8 @@ def test_trace_continues_at_the_lookup_node(small, serve, spans):
         contextlib.closing(Candidates(model, nodes)) as candidates,
     ):
         remote = RemoteLookup(candidates)
-        origin = small.state.observer.begin("words", time.perf_counter_ns(), "r-8", CALLER, "")
+        sent = RequestContext("r-8", CALLER)
+        origin = small.state.observer.begin("words", time.perf_counter_ns(), "r-8", sent)
         keys = {"left": JaggedKeys(np.array([1, 12]), 2)}
         remote.lookup(LookupRequest(keys, origin=origin))
         origin.end()
