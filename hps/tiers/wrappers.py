@@ -16,12 +16,12 @@ from hps.threads import BoundedThreadPool
 from hps.tiers.base import FetchContext, Part, Tier, copy_answer, new_part_for_misses
 from hps.tiers.breaker import CircuitBreaker, State
 from hps.tiers.checks import check_part
-from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, VersionArray
 
 # The share of the tier's deadline for which a fetch waits for a free thread: long enough for a busy tier,
 # short enough that a slow tier does not block many callers for long.
 _WAIT_FOR_THREAD = 0.1
-
+_DEFAULT = int(Source.DEFAULT)  # NumPy compares it faster than the enumeration's member
 
 # The deadline is for up to this many keys; larger fetches get proportionally more time.
 DEADLINE_KEYS = 10_000
@@ -103,10 +103,12 @@ class MeteredTier(TierWrapper):
 
 
 class PromotingTier(TierWrapper):
-    """Passes the keys of rows that ``inner`` returned to ``promote``, but no defaults or deletions.
+    """Calls ``promote`` with the keys whose rows ``inner`` returned, so that a faster tier gets a copy.
 
-    Promotes nothing if the tier ``target`` was skipped: it may hold the rows already, and could not accept
-    them now. As thread-safe as ``inner`` and ``promote``."""
+    Keys without a row (absent, deleted) are not promoted. Nothing is promoted if the fetch skipped
+    ``target``, the tier that gets the copies: it may hold the rows already, and could not accept them now.
+    On the way to a GPU cache, ``inner`` is the CPU cache and ``promote`` is `GpuPromotion.promote`. As
+    thread-safe as ``inner`` and ``promote``."""
 
     def __init__(self, inner: Tier, promote: Promote, target: str) -> None:
         super().__init__(inner)
@@ -119,7 +121,7 @@ class PromotingTier(TierWrapper):
         if self._target in ctx.degraded:
             return
         for part, positions in zip(parts, requested, strict=True):
-            hits = positions[part.source[positions] != 0]
+            hits = positions[part.source[positions] != _DEFAULT]
             if len(hits):
                 self._promote(part.table, part.keys[hits])
 

@@ -16,7 +16,8 @@ from hps.types import EmbeddingTable, KeyArray
 from hps.updates.cache_writer import CacheWriter, Count
 
 _SHORTEST_PAUSE_S = 0.02
-# Between two copies, requests get the processor. Dropped keys that are in use are queued again.
+# Between two copies, requests get the processor. Keys that are dropped meanwhile are promoted when they are
+# requested again.
 _PAUSES_PER_COPY = 4.0
 _CHUNK_ROWS = 16_384
 
@@ -69,7 +70,7 @@ class GpuPromotion:
             self._count("dropped", len(keys))
 
     def promote_now(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Copy the rows of ``keys (n,)``, the first ones last for the highest scores, and wait."""
+        """Copy the rows of ``keys (n,)`` and wait. The first keys are copied last, to rank highest."""
         for stop in range(len(keys), 0, -_CHUNK_ROWS):
             chosen = np.array(keys[max(0, stop - _CHUNK_ROWS) : stop], np.int64)
             self._writer.run(partial(self._copy, table, chosen)).result()

@@ -29,8 +29,8 @@ _GPU, _DEFAULT = int(Source.GPU), int(Source.DEFAULT)
 class HostCaches:
     """The caches in host memory, which fill a device's misses without blocking. Thread-safe.
 
-    ``memory`` finds all rows or none, in one call; ``bridge`` goes key by key. ``promote`` is called with the
-    keys whose rows ``memory`` had; ``bridge`` promotes by itself."""
+    ``memory`` finds all rows or none, in one call; ``bridge`` says for each key whether it was found.
+    ``promote`` is called with the keys whose rows ``memory`` had; ``bridge`` contains a `PromotingTier`."""
 
     def __init__(
         self,

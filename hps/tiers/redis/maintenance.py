@@ -8,8 +8,8 @@ in the order of the hash, and the use counts of the others are halved. (Redis an
 of a partition instead.) The versions of evicted rows are kept, per bucket of keys, so that no older row
 can take their place.
 
-Rows beyond their time to live and expired tombstones are not served. One of the nodes that share the Redis
-removes them in the background, in passes over the whole table."""
+Rows beyond their time to live are not served, and expired tombstones do not count. One of the nodes that
+share the Redis removes both in the background, in passes over the whole table."""
 
 from __future__ import annotations
 

@@ -6,12 +6,13 @@
 -- KEYS: the hashes of rows, of stamps; the floors, when they are kept.
 -- ARGV: 1 the cursor, 2 the number of entries to scan
 --       3 'v' when values begin with a version
---       4 the version below which a row, 5 below which a tombstone is expired, u64 little-endian
+--       4 the oldest version of a row that is not expired, u64 little-endian
+--       5 the oldest version of a tombstone that is not expired (oldest_tombstone in hps/types.py)
 --       6 the number of further entries to evict
 --       7 the format of stamps: '' evicts any entry, 'n' a count of uses, 't' seconds as i64 little-endian
 --       8 the highest stamp that is evicted; an entry without a stamp has 0.
 -- Use counts of the remaining entries are halved, so that entries that were popular once can be evicted.
--- Returns the next cursor, the number removed and the number of entries left.
+-- Returns the next cursor, the number removed and the number of entries in the hash.
 local v, t = KEYS[1], KEYS[2]
 local versioned, row, tombstone = ARGV[3] == 'v', ARGV[4], ARGV[5]
 local need, kind, highest = tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
@@ -45,6 +46,7 @@ end
 local function evict(key)
   gone[#gone + 1] = key
   local value = values[key]
+  -- A floor below the oldest tombstone would have expired already.
   if buckets > 0 and #value >= 9 and not is_older(value, tombstone) then
     local version = string.sub(value, 1, 8)
     raise_floor(bucket_of(key, buckets), version)
