@@ -137,12 +137,12 @@ class RedisMaintenance:
     ) -> int:
         """Scan the next entries; return the number of removed ones."""
         layout = table.layout
-        oldest = self.oldest_row(layout.table), oldest_tombstone(layout.table, time.time())
+        oldest_kept = self.oldest_row(layout.table), oldest_tombstone(layout.table, time.time())
         arguments = [
             sweep.cursor,
             b"%d" % _STEP,
             b"v" if layout.values.versioned else b"",
-            *(each.to_bytes(8, "little") for each in oldest),
+            *(each.to_bytes(8, "little") for each in oldest_kept),
             b"%d" % max(0, need),
             _KINDS[self._policy],
             b"%d" % (sweep.highest or 0),
@@ -224,9 +224,9 @@ class RedisMaintenance:
     def _pass_s(self, table: EmbeddingTable) -> float:
         """Return the duration of a background pass: a quarter of the rows' time to live, an hour at most.
 
-        The time to live of tombstones does not count. An expired tombstone has no effect and takes less
-        memory than a row, but a pass reads every row: with a short `tombstone_ttl_s` the passes would
-        keep the server busy. So a tombstone may take memory for an hour after it expired."""
+        The time to live of tombstones does not count. Reads and writes ignore an expired tombstone, which
+        takes less memory than a row, but a pass reads every row: with a short `tombstone_ttl_s` the
+        passes would keep the server busy. So it may take memory for an hour after it expired."""
         return max(_EVERY_S, min(_LONGEST_PASS_S, (self._ttl(table) or math.inf) / 4))
 
     def _ttl(self, table: EmbeddingTable) -> float | None:

@@ -161,13 +161,13 @@ class RedisWriter:
         self, opened: RedisTable, only: Only | None, positions: Sequence[StreamPosition]
     ) -> WriteScriptArguments:
         flags = (b"v" if opened.layout.values.versioned else b"") + (_FLAGS[only] if only else b"")
-        oldest = oldest_tombstone(opened.layout.table, time.time()).to_bytes(8, "little")
+        oldest_kept = oldest_tombstone(opened.layout.table, time.time()).to_bytes(8, "little")
         encoded = [
             (position_field(p.topic, p.partition), b"%d" % p.offset, b"%d" % p.continues_from)
             for p in positions
         ]
         return WriteScriptArguments(
-            flags, oldest, entry_stamp(self._maintenance.policy), encoded, opened.floors
+            flags, oldest_kept, entry_stamp(self._maintenance.policy), encoded, opened.floors
         )
 
 
