@@ -79,7 +79,7 @@ def test_guide_has_commands():
 
 @pytest.mark.parametrize("command", commands())
 def test_commands_of_the_guide_run(sources, command):
-    words = shlex.split(command)
+    words = shlex.split(command, comments=True)
     assert words[:3] == ["hps", "model", "import"]
     result = CliRunner().invoke(app, words[1:])
     assert result.exit_code == 0, result.stderr
