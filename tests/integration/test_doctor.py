@@ -330,6 +330,7 @@ def test_doctor_reports_problems_in_a_servers_status() -> None:
         def metrics(self) -> list[object]:
             return []
 
+    # The check uses only the metrics of the server it is given.
     found = list(states.state("server", status, NoMetrics()))  # type: ignore[arg-type]
     assert [check.verdict for check in found] == [
         *["WARN", "WARN", "WARN", "WARN", "FAIL", "WARN", "FAIL", "WARN", "OK"]

@@ -30,7 +30,7 @@ class HostCaches:
     """The caches in host memory, which fill a device's misses without blocking. Thread-safe.
 
     ``memory`` finds all rows or none, in one call; ``bridge`` says for each key whether it was found.
-    ``promote`` is called with the keys whose rows ``memory`` had; ``bridge`` contains a `PromotingTier`."""
+    If ``memory`` found all, ``promote`` is called with their keys; ``bridge`` contains a `PromotingTier`."""
 
     def __init__(
         self,

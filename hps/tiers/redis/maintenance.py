@@ -9,7 +9,7 @@ of a partition instead.) The versions of evicted rows are kept, per bucket of ke
 can take their place.
 
 Rows beyond their time to live are not served, and expired tombstones do not count. One of the nodes that
-share the Redis removes both in the background, in passes over the whole table."""
+share the Redis removes both in the background, in passes over the whole table; so do steps that evict."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class RedisMaintenance:
 
         The time to live of tombstones does not count. Reads and writes ignore an expired tombstone, which
         takes less memory than a row, but a pass reads every row: with a short `tombstone_ttl_s` the
-        passes would keep the server busy. So it may take memory for an hour after it expired."""
+        passes would keep the server busy. So it may take memory for one more pass."""
         return max(_EVERY_S, min(_LONGEST_PASS_S, (self._ttl(table) or math.inf) / 4))
 
     def _ttl(self, table: EmbeddingTable) -> float | None:

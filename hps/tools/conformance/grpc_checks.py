@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -188,7 +189,7 @@ def unknown_names(target: CheckedServer, ask: GrpcProbe) -> None:
         if extension is not None and extension not in extensions:
             continue
         none = getattr(pb, f"{call}Request")(name="none")
-        expect_error(lambda call=call, none=none: ask.ask(call, none), "NOT_FOUND")  # type: ignore[misc]
+        expect_error(partial(ask.ask, call, none), "NOT_FOUND")
     more = {**sample.inputs, "more": np.zeros((1, 1), np.int64)}
     note("more" in fails("INVALID_ARGUMENT", replace(sample, inputs=more)), "no name")
     note("none" in fails("INVALID_ARGUMENT", replace(sample, outputs=("none",))), "no name")
@@ -296,4 +297,4 @@ def unoffered_extensions(_target: CheckedServer, ask: GrpcProbe) -> None:
         if extension in offered:
             ask.ask(call)
         else:
-            expect_error(lambda call=call: ask.ask(call), "UNIMPLEMENTED")  # type: ignore[misc]
+            expect_error(partial(ask.ask, call), "UNIMPLEMENTED")
