@@ -8,7 +8,16 @@ than those in this folder is rejected (ConfigError): it must be rebuilt.
 from __future__ import annotations
 
 from hps.environment import native_mode
-from hps.native import source, twin, twin_cache, twin_codec, twin_in_flight, twin_pool, twin_resp
+from hps.native import (
+    source,
+    twin,
+    twin_cache,
+    twin_codec,
+    twin_in_flight,
+    twin_misses,
+    twin_pool,
+    twin_resp,
+)
 
 _mode = native_mode()
 COMPILED = False
@@ -17,6 +26,8 @@ dedup = twin.dedup
 cache_bytes = twin_cache.cache_bytes
 CacheTable = twin_cache.CacheTable
 gather_all = twin_cache.gather_all
+gather_misses = twin_misses.gather_misses
+WorkerPool = twin_misses.WorkerPool
 pool_rows = twin_pool.pool_rows
 InFlight = twin_in_flight.InFlight
 RowReplies = twin_resp.RowReplies
@@ -39,6 +50,8 @@ if _mode != "off":
         cache_bytes = _core.cache_bytes
         CacheTable = _core.CacheTable  # type: ignore[misc,assignment] # its twin has the same methods
         gather_all = _core.gather_all  # type: ignore[assignment]
+        gather_misses = _core.gather_misses  # type: ignore[assignment]
+        WorkerPool = _core.WorkerPool  # type: ignore[misc,assignment]
         pool_rows = _core.pool_rows
         InFlight = _core.InFlight  # type: ignore[misc,assignment]
         RowReplies = _core.RowReplies  # type: ignore[misc,assignment]
@@ -54,6 +67,7 @@ __all__ = [
     "InFlight",
     "ProtocolError",
     "RowReplies",
+    "WorkerPool",
     "cache_bytes",
     "crc32",
     "decode_hps",
@@ -61,6 +75,7 @@ __all__ = [
     "dedup",
     "encode_hps",
     "gather_all",
+    "gather_misses",
     "partition_hash",
     "pool_rows",
 ]

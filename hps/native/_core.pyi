@@ -113,6 +113,24 @@ def gather_all(
 ) -> bool:
     """See twin_cache.gather_all."""
 
+class WorkerPool:
+    """Threads for many short calls, started at their first use; see twin_misses.WorkerPool."""
+
+    def __init__(self, threads: int) -> None: ...
+    @property
+    def threads(self) -> int: ...
+
+def gather_misses(
+    tables: list[CacheTable | None],
+    keys: list[NDArray[np.int64]],
+    positions: NDArray[np.uint32],
+    rows: NDArray[np.uint8],
+    sources: NDArray[np.uint8],
+    code: int,
+    pool: WorkerPool | None = None,
+) -> int:
+    """See twin_misses.gather_misses. Raises TypeError or ValueError for arrays that do not fit."""
+
 def pool_rows(
     rows: NDArray[Any],
     numbers: NDArray[np.int64] | None,

@@ -42,5 +42,6 @@ NB_MODULE(_core, m) {
   bind_codec(m);
   bind_gather(m);
   bind_in_flight(m);
+  bind_misses(m);
   bind_resp(m);
 }

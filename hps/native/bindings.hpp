@@ -53,5 +53,7 @@ void bind_cache(nb::module_& m);
 void bind_codec(nb::module_& m);
 // Adds InFlight.
 void bind_in_flight(nb::module_& m);
+// Adds WorkerPool and gather_misses.
+void bind_misses(nb::module_& m);
 // Adds RowReplies and ProtocolError.
 void bind_resp(nb::module_& m);

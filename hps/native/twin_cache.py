@@ -57,7 +57,7 @@ class CacheTable:
             raise ValueError("a cache has 1 to 2^32 - 2 rows")
         if eviction not in EVICTIONS:
             raise ValueError(f"eviction must be lru, lfu, random or fifo, not {eviction}")
-        self.capacity, self._eviction, self._code = capacity, eviction, code
+        self.capacity, self._eviction, self._code, self.like = capacity, eviction, code, like
         self.bytes = cache_bytes(capacity, like.shape[1] * like.itemsize)
         self._buckets = _buckets(capacity)
         shape = (self._buckets, SLOTS)

@@ -24,6 +24,23 @@ bool gather_rows(const CacheView& view, const std::int64_t* keys, std::size_t n,
 }
 
 template <std::size_t RowBytes>
+std::size_t gather_each_row(const CacheView& view, const std::int64_t* keys,
+                            const std::uint32_t* places, std::size_t n, const EachOutput& output) {
+  Reader<RowBytes, false> reader(view);
+  std::size_t unanswered = 0;
+  reader.look_up(
+      n, [&](std::size_t j) { return keys[j]; },
+      [&](std::size_t j) { return output.rows + places[j] * output.stride; },
+      [&](std::size_t j, Outcome outcome, std::uint64_t) {
+        const bool found = outcome == Outcome::kRow;
+        output.sources[places[j]] = found ? output.code : output.absent;
+        unanswered += !found;
+        return true;
+      });
+  return unanswered;
+}
+
+template <std::size_t RowBytes>
 std::size_t fetch_rows(const CacheView& view, const std::int64_t* keys, const std::int64_t* missing,
                        std::size_t m, std::uint64_t oldest_tombstone, const FetchOutput& output,
                        std::int64_t* left) {
@@ -63,6 +80,20 @@ bool gather(const CacheView& view, const std::int64_t* keys, std::size_t n, std:
       return gather_rows<512>(view, keys, n, out);
     default:
       return gather_rows<0>(view, keys, n, out);
+  }
+}
+
+std::size_t gather_each(const CacheView& view, const std::int64_t* keys,
+                        const std::uint32_t* places, std::size_t n, const EachOutput& output) {
+  switch (view.row_bytes) {
+    case 64:
+      return gather_each_row<64>(view, keys, places, n, output);
+    case 128:
+      return gather_each_row<128>(view, keys, places, n, output);
+    case 512:
+      return gather_each_row<512>(view, keys, places, n, output);
+    default:
+      return gather_each_row<0>(view, keys, places, n, output);
   }
 }
 
@@ -113,7 +144,8 @@ std::size_t pool(const CacheView& view, const PoolRequest& request, std::int64_t
 void pool_rows(const PoolRequest& request, std::size_t row_bytes);
 
 extern const ReadKernels kKernels;
-const ReadKernels kKernels{gather, fetch, pool, pool_rows, copy_rows, HPS_NAME(HPS_ISA)};
+const ReadKernels kKernels{gather,    gather_each,      fetch, pool, pool_rows,
+                           copy_rows, HPS_NAME(HPS_ISA)};
 
 }  // namespace HPS_ISA
 }  // namespace hps

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "hps/cache_table.hpp"
+#include "hps/miss_gather.hpp"
 
 namespace {
 
@@ -88,10 +89,11 @@ struct Rows {
 
 struct Soak {
   hps::CacheTable table;
+  hps::WorkerPool workers{2};
   Rows format;
   std::size_t row_bytes;
   std::atomic<bool> stop{false};
-  std::atomic<std::uint64_t> reads{0}, writes{0}, pooled{0};
+  std::atomic<std::uint64_t> reads{0}, writes{0}, pooled{0}, gathered{0};
 
   Soak(std::size_t capacity, const Rows& rows, hps::Eviction eviction,
        const hps::ReadKernels& kernels)
@@ -153,6 +155,31 @@ struct Soak {
     }
   }
 
+  // Gathers as for a GPU cache's misses, the keys in two parts and each twice in the list, with the
+  // threads of a pool that the readers share.
+  void gather_misses(const std::int64_t* keys, std::size_t n) {
+    const auto half = static_cast<std::uint32_t>(n / 2);
+    const hps::MissPart parts[] = {{&table, keys, 0}, {&table, keys + half, half}};
+    std::vector<std::uint32_t> positions(8 * hps::kMissPiece);
+    for (std::size_t i = 0; i < positions.size(); ++i)
+      positions[i] = static_cast<std::uint32_t>(i * 7 % n);
+    const std::size_t m = positions.size(), stride = row_bytes + 8;
+    std::vector<std::uint8_t> rows(m * stride), sources(m);
+    std::size_t unanswered = hps::gather_misses(
+        {parts, 2, positions.data(), nullptr, m, rows.data(), stride, sources.data(), 2}, workers);
+    for (std::size_t i = 0; i < m; ++i) {
+      if (sources[i] == 2) {
+        format.check(keys[positions[i]], &rows[i * stride]);
+      } else if (sources[i] == hps::kUnanswered) {
+        --unanswered;
+      } else {
+        fail("a miss was given no source");
+      }
+    }
+    if (unanswered != 0) fail("the number of keys without a row is wrong");
+    gathered += m;
+  }
+
   void read(unsigned seed) {
     std::mt19937_64 random(seed);
     std::vector<std::int64_t> keys(kBatch), missing(kBatch), left(kBatch);
@@ -171,10 +198,12 @@ struct Soak {
         if (version < last) fail("an older version was read after a newer one");
         last = version;
       };
-      const unsigned verb = random() % 3;
-      if (verb == 0) {
+      const unsigned verb = random() % 64;
+      if (verb == 63) {
+        gather_misses(keys.data(), n);
+      } else if (verb % 3 == 0) {
         pool(keys.data(), n / kBag, random() % 2 == 0);
-      } else if (verb == 1) {
+      } else if (verb % 3 == 1) {
         const std::size_t few = 1 + n % 4;
         if (table.gather(keys.data(), few, rows.data()))
           for (std::size_t i = 0; i < few; ++i) {
@@ -215,8 +244,8 @@ void soak(double seconds, unsigned readers, hps::Eviction eviction, const Rows& 
   threads.emplace_back([&] { soak.write(); });
   for (unsigned i = 0; i < readers; ++i) threads.emplace_back([&, i] { soak.read(i + 2); });
   const auto least = [&] {
-    return std::min(
-        {soak.reads.load(), soak.writes.load(), soak.pooled.load(), soak.table.counts().evictions});
+    return std::min({soak.reads.load(), soak.writes.load(), soak.pooled.load(),
+                     soak.gathered.load(), soak.table.counts().evictions});
   };
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
   // A busy machine may need longer until everything was exercised.
@@ -230,9 +259,11 @@ void soak(double seconds, unsigned readers, hps::Eviction eviction, const Rows& 
   if (least() == 0) fail("the run exercised nothing");
   const auto millions = [](std::uint64_t n) { return static_cast<double>(n) / 1e6; };
   std::printf(
-      "%s, rows of %zu %s, in millions: %.1f keys read, %.1f bags, %.1f written, %.1f evicted\n",
+      "%s, rows of %zu %s, in millions: %.1f keys read, %.1f bags, %.1f misses, %.1f written, "
+      "%.1f evicted\n",
       kernels.name, rows.dim(), rows.halves ? "float16" : "float32", millions(soak.reads),
-      millions(soak.pooled), millions(soak.writes), millions(counts.evictions));
+      millions(soak.pooled), millions(soak.gathered), millions(soak.writes),
+      millions(counts.evictions));
 }
 
 }  // namespace

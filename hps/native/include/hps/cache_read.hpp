@@ -22,6 +22,15 @@ struct FetchOutput {
   std::uint8_t code;
 };
 
+// The memory that a gather with separate destinations writes: row i goes to rows + i * stride, and
+// sources[i] is `code`, or `absent` for a key without a row.
+struct EachOutput {
+  std::uint8_t* rows;
+  std::size_t stride;  // at least the length of a row
+  std::uint8_t* sources;
+  std::uint8_t code, absent;
+};
+
 // A pooling of the bags [first, last) of keys to one vector each. Bag b has the keys from
 // offsets[b] to offsets[b + 1], or `hotness` keys if there are no offsets.
 struct PoolRequest {
@@ -46,6 +55,12 @@ struct ReadKernels {
   // key without a row (out is then partly written). Keys may repeat. Counts as a use of the copied
   // keys.
   bool (*gather)(const CacheView& view, const std::int64_t* keys, std::size_t n, std::uint8_t* out);
+
+  // Copies the row of keys[j], for j in [0, n), to the destination places[j]; continues at keys
+  // without a row and returns their number. A deleted key, and a row that a writer kept changing,
+  // count as such. Counts as a use of the keys found.
+  std::size_t (*gather_each)(const CacheView& view, const std::int64_t* keys,
+                             const std::uint32_t* places, std::size_t n, const EachOutput& output);
 
   // Fetches keys[missing[0..m)]; tombstones older than `oldest_tombstone` count as absent. Writes
   // the positions still missing to left, in order, and returns their number. Counts as a use of the

@@ -57,6 +57,10 @@ class CacheTable {
   bool gather(const std::int64_t* keys, std::size_t n, std::uint8_t* out) const {
     return read_.gather(view_, keys, n, out);
   }
+  std::size_t gather_each(const std::int64_t* keys, const std::uint32_t* places, std::size_t n,
+                          const EachOutput& output) const {
+    return read_.gather_each(view_, keys, places, n, output);
+  }
   std::size_t fetch(const std::int64_t* keys, const std::int64_t* missing, std::size_t m,
                     std::uint64_t oldest_tombstone, const FetchOutput& output,
                     std::int64_t* left) const {

@@ -1,0 +1,45 @@
+// Gather of the rows that a GPU cache misses, from tables in host memory into staging memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "hps/cache_table.hpp"
+#include "hps/worker_pool.hpp"
+
+namespace hps {
+
+// One part of a batch: the keys of one table. The part's first key has the position `base` in the
+// batch; bases ascend.
+struct MissPart {
+  const CacheTable* table;   // null: no row is found
+  const std::int64_t* keys;  // (n,), or null if MissList::keys is set
+  std::uint32_t base;
+};
+
+// `n` missing keys of a batch of `n_parts` parts, and the memory for their rows.
+struct MissList {
+  const MissPart* parts;
+  std::size_t n_parts;
+  const std::uint32_t* positions;  // (n,) in the batch, in any order: as fetch_kernel lists them
+  const std::int64_t* keys;        // (n,) the missing keys, or null: keys of the parts
+  std::size_t n;
+  std::uint8_t* rows;     // row i goes to rows + i * stride
+  std::size_t stride;     // bytes; at least the longest row
+  std::uint8_t* sources;  // (n,) receives `code`, or kUnanswered for a key without a row
+  std::uint8_t code;
+};
+
+constexpr std::uint8_t kUnanswered = 255;  // launch.UNANSWERED
+constexpr std::size_t kMissPiece = 1024;   // misses that one thread gathers at a time: 20 to 60 us
+
+// Copies the row of every missing key that its table holds, and counts as a use of it. A deleted
+// key has no row. Keys may repeat. Returns the number of keys without a row. Runs in parallel to
+// the tables' writers and to other gathers; allocates nothing and does not throw. Positions must
+// lie in the parts.
+std::size_t gather_misses(const MissList& list);
+
+// The same with the threads of `pool`.
+std::size_t gather_misses(const MissList& list, WorkerPool& pool);
+
+}  // namespace hps
