@@ -93,10 +93,10 @@ class CacheTable:
         with self._lock:
             bucket, slot = self._find(keys[missing])
             hit = bucket >= 0
+            self._touch(bucket[hit], slot[hit])
             row = hit & self._is_row[bucket, slot]
             held = self._versions[self._numbers[bucket, slot]]
             hit &= row | (held >= oldest_tombstone)
-            self._touch(bucket[hit], slot[hit])
             versions[missing[hit]] = held[hit]
             out[missing[row]] = self._rows[self._numbers[bucket[row], slot[row]]]
             source[missing[row]] = self._code
@@ -111,7 +111,8 @@ class CacheTable:
             bucket, slot = self._find(keys)
             has_no_row = (bucket < 0) | ~self._is_row[bucket, slot]
             found = int(has_no_row.argmax()) if has_no_row.any() else len(keys)
-            self._touch(bucket[:found], slot[:found])
+            used = np.arange(len(keys)) <= found  # a tombstone, too
+            self._touch(bucket[used & (bucket >= 0)], slot[used & (bucket >= 0)])
             if found < len(keys):
                 return False
             out[...] = self._rows[self._numbers[bucket, slot]]
