@@ -81,10 +81,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class Options:
-    """``quick``: a shorter run, under a minute. ``seed``: of the random keys."""
+    """``quick``: a shorter run, under a minute. ``seed``: of the random keys. ``extra``: the benchmark's
+    additional arguments, JSON-able."""
 
     quick: bool = False
     seed: int = 1
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -104,7 +106,8 @@ class Benchmark:
 
     ``helpers`` are the paths of the load generators and peers. ``missing_requirement()`` returns what this
     machine is missing to run it (a GPU, say), or None; if it is missing, the recording in
-    ``benchmarks/results/NAME.json`` is judged instead.
+    ``benchmarks/results/NAME.json`` is judged instead. ``arguments`` are additional ones of the command
+    line, as `ArgumentParser.add_argument` takes them; their values are in ``Options.extra``.
     """
 
     name: str
@@ -114,6 +117,7 @@ class Benchmark:
     measured: tuple[str, ...]
     missing_requirement: Callable[[], str | None] = lambda: None
     helpers: tuple[str, ...] = HELPERS
+    arguments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def recording(self) -> Path:
@@ -140,13 +144,16 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark, or read a recording; print and judge it. Exit status 1 under ``--check`` when a bar
     is not met."""
     options = _parse(benchmark, arguments)
-    if options.results is None and (reason := benchmark.missing_requirement()):
+    unforced = options.results is None and not options.force
+    if unforced and (reason := benchmark.missing_requirement()):
         print(f"{benchmark.name}: {reason}; judging the recording instead", file=sys.stderr)
         options.results = benchmark.recording
     if options.results is not None:
         record = read_record(benchmark, options.results)
     else:
-        record = _measure(benchmark, Options(options.quick, options.seed))
+        names = [name.lstrip("-").replace("-", "_") for name in benchmark.arguments]
+        extra = {name: getattr(options, name) for name in names}
+        record = _measure(benchmark, Options(options.quick, options.seed, extra))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(record, indent=1) + "\n")
@@ -168,6 +175,9 @@ def _parse(benchmark: Benchmark, arguments: Sequence[str] | None) -> argparse.Na
     add("--check", action="store_true", help="exit status 1 when a bar is missed or unmeasured")
     add("--results", type=Path, metavar="FILE", help="judge a recorded file instead of running")
     add("--seed", type=int, default=1, help="of the keys (default 1)")
+    add("--force", action="store_true", help="run even if this machine is missing a requirement")
+    for name, keywords in benchmark.arguments.items():
+        add(name, **keywords)
     return parser.parse_args(arguments)
 
 

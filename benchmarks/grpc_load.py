@@ -27,7 +27,7 @@ def grpc_open(
 ) -> LoadResult:
     """As `benchmarks.open_loop.open_loop`; statuses are 200 for OK, else gRPC's numbers. Raises RuntimeError
     when the server closes a connection, or ends a call without a gRPC status."""
-    connect = partial(_Connection, address, _head(method, address))
+    connect = partial(_Connection, address, call_head(method, address))
     return run_open(connect, [_framed(message) for message in messages], arrivals)
 
 
@@ -35,7 +35,7 @@ def grpc_closed(
     address: str, method: str, messages: Sequence[bytes], connections: int, seconds: float
 ) -> LoadResult:
     """As `benchmarks.open_loop.closed_loop`; statuses and errors as above."""
-    connect = partial(_Connection, address, _head(method, address))
+    connect = partial(_Connection, address, call_head(method, address))
     return run_closed(connect, [_framed(message) for message in messages], connections, seconds)
 
 
@@ -52,7 +52,7 @@ def _framed(message: bytes) -> bytes:
     return struct.pack("!BI", 0, len(message)) + message
 
 
-def _head(method: str, address: str) -> bytes:
+def call_head(method: str, address: str) -> bytes:
     """A call's headers in HPACK (RFC 7541), without the dynamic table: POST and http by their index."""
 
     def text(value: str) -> bytes:

@@ -1,0 +1,325 @@
+"""Requests a second of a server on a GPU, as clients see them: predictions and lookups over REST and gRPC.
+
+`hps serve` runs as processes, once with rows and network on the GPU and once on the CPU alone, with the same
+number of workers on the same cores. `benchmarks/native_load` sends requests with fresh keys from cores apart.
+A sample of the answers of every cell is compared with NumPy and ONNX Runtime.
+
+A cell is a batch, a number of callers and a protocol. Its request has 26 keys and 13 numbers per sample, its
+network is 845-1024-1024-512-1; both protocols send binary tensors. Lookups of 26 × 64 keys are compared with
+a bare peer that exchanges the same bytes over the loopback. The published anchor is the DLRM of Ray Serve
+2.55: the same network, with all keys and numbers in the request, while its server makes them up itself.
+
+Triton is measured with ``--triton HOST:HTTP_PORT:GRPC_PORT``, if one runs beside us that serves the model
+``m`` with the same tensors (`hps triton export` writes its repository). The Triton of `make bench-peers` is
+a build for CPUs without backends for GPUs, so it is not started here.
+
+    python -m benchmarks.gpu_server --workers 8 --json benchmarks/results/gpu_server.json
+    python -m benchmarks.gpu_server --quick --force    # on a machine without a GPU: the CPU server alone
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Bar, Benchmark, Options, Report, main
+from benchmarks.gpu_server_scene import (
+    ANCHOR_BATCH,
+    PROTOCOLS,
+    Cores,
+    Reference,
+    Scene,
+    on_cores,
+    running_server,
+    write_anchor,
+    write_scene,
+)
+from benchmarks.measure import versions
+from benchmarks.native_load import Callers, LoadSummary, Template, run_load, sink
+from benchmarks.peers.hps_server import Hps
+
+BATCHES = {1: (25_000, 0.30), 64: (12_000, 0.45), 1024: (4_000, 0.70)}
+"""Batch -> requests/s at a p99 of at most 5 ms, and one caller's p50 over REST in ms."""
+CALLERS = (1, 8, 32, 64)
+LOOKUP_BATCH, LOOKUPS, OF_LOOPBACK = 64, 20_000, 0.8
+RAY = 1_573
+"""Requests/s of Ray Serve 2.55 with its optimizations on one L4 (anyscale.com/blog,
+"ray-serve-inference-lower-latency-higher-throughput-haproxy")."""
+MOST_P99_MS = 5.0
+
+
+def _bars() -> Iterator[Bar]:
+    for batch, (rate, p50) in BATCHES.items():
+        for protocol in PROTOCOLS:
+            title = f"{protocol}, batch {batch}"
+            yield Bar(
+                f"predict_{batch}_{protocol}", f"{title}: predictions/s, p99 ≤ 5 ms", at_least=rate
+            )
+        yield Bar(f"p50_{batch}", f"rest, batch {batch}, one caller: p50 ms", at_most=p50)
+        yield Bar(f"grpc_{batch}", f"batch {batch}, one caller: p50 grpc / rest", at_most=1.25)
+        for protocol in PROTOCOLS:
+            title = f"{protocol}, batch {batch}, one caller: p99 / p50"
+            yield Bar(f"tail_{batch}_{protocol}", title, at_most=2.0)
+        if batch >= 64:
+            yield Bar(
+                f"machine_{batch}", f"batch {batch}: best GPU rate / best CPU rate", at_least=5.0
+            )
+    for protocol in PROTOCOLS:
+        title = (
+            f"{protocol}, 26 × 64 keys: the larger of lookups/s / 20,000 and share of loopback / .8"
+        )
+        yield Bar(f"lookup_{protocol}", title, at_least=1.0)
+    yield Bar("cells", "GPU / CPU requests/s, smallest of all cells", at_least=1.0)
+    yield Bar("anchor", "DLRM of Ray Serve: ours / its 1,573 requests/s", at_least=10.0)
+    yield Bar("wrong", "failed requests and wrong answers", at_most=0.0)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Cells of a run: seconds of each, batches and numbers of callers."""
+
+    seconds: float
+    batches: tuple[int, ...]
+    callers: tuple[int, ...]
+
+    @staticmethod
+    def of(options: Options) -> Extent:
+        if options.quick:
+            return Extent(0.4, (1, 64), (1, 8))
+        return Extent(float(options.extra.get("seconds") or 1.0), tuple(BATCHES), CALLERS)
+
+
+@dataclass
+class Bench:
+    """A run's parts; counts wrong answers and failed requests in ``faults``."""
+
+    report: Report
+    extent: Extent
+    cores: Cores
+    workers: int
+    faults: int = 0
+
+    def load(self, address: str, template: Template, callers: int) -> LoadSummary:
+        asked = Callers(
+            callers,
+            self.extent.seconds,
+            warm_up=self.extent.seconds / 4,
+            cores=self.cores.load[:callers],
+            spin=self.cores.spin,
+            samples=2,
+        )
+        return run_load(address, template, asked)
+
+    def check(
+        self, title: str, template: Template, summary: LoadSummary, reference: Reference
+    ) -> None:
+        wrong = sum(reference.wrong(template, *sample) for sample in summary.samples)
+        self.faults += wrong + summary.errors
+        if wrong or summary.errors or not summary.samples:
+            self.report.notes.append(
+                f"{title}: {summary.errors} failed requests ({summary.error}), {wrong} wrong answers of "
+                f"{len(summary.samples)} compared"
+            )
+
+
+Cells = dict[tuple[str, int, int], LoadSummary]
+"""Protocol, batch, callers -> measured."""
+
+
+def measure_predictions(
+    bench: Bench, side: str, addresses: Mapping[str, str], scene: Scene
+) -> Cells:
+    """All cells of one server, recorded as a table."""
+    cells: Cells = {}
+    reference = Reference(scene)
+    for protocol in PROTOCOLS:
+        for batch in bench.extent.batches:
+            template = scene.template(protocol, batch)
+            for callers in bench.extent.callers:
+                summary = bench.load(addresses[protocol], template, callers)
+                title = f"{side}, {protocol}, batch {batch}, {callers} callers"
+                bench.check(title, template, summary, reference)
+                cells[protocol, batch, callers] = replace(summary, samples=[])
+    bench.report.tables[f"predictions, {side}"] = [
+        {"protocol": p, "batch": b, "callers": c, **_row(cell)} for (p, b, c), cell in cells.items()
+    ]
+    return cells
+
+
+def measure_lookups(bench: Bench, side: str, addresses: Mapping[str, str], scene: Scene) -> None:
+    """Lookups of 26 × 64 keys, beside a bare exchange of the same bytes."""
+    rows, reference = [], Reference(scene)
+    for protocol in PROTOCOLS:
+        template = scene.template(protocol, LOOKUP_BATCH, lookup=True)
+        for callers in bench.extent.callers[1:]:
+            summary = bench.load(addresses[protocol], template, callers)
+            bench.check(f"{side}, {protocol}, lookups", template, summary, reference)
+            bare = measure_loopback(bench, template, summary, callers)
+            share = summary.per_second / bare.per_second
+            row = {"protocol": protocol, "callers": callers, **_row(summary)}
+            rows.append(row | {"loopback /s": bare.per_second, "of loopback": share})
+        best = max(
+            max(row["requests/s"] / LOOKUPS, row["of loopback"] / OF_LOOPBACK)
+            for row in rows
+            if row["protocol"] == protocol
+        )
+        if side == "GPU":
+            bench.report.values[f"lookup_{protocol}"] = best
+    bench.report.tables[f"lookups of 26 × {LOOKUP_BATCH} keys, {side}"] = rows
+
+
+def measure_loopback(
+    bench: Bench, template: Template, like: LoadSummary, callers: int
+) -> LoadSummary:
+    """The same bytes in both directions, answered by a peer that does nothing else on the workers' cores."""
+    size = max(1, round(like.answer_bytes))
+    with sink(len(template.message), size, bench.cores.workers) as address:
+        return bench.load(address, replace(template, protocol="raw", answer_bytes=size), callers)
+
+
+def measure_anchor(bench: Bench, *, quick: bool) -> None:
+    """Ray's DLRM on our GPU server."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        scene = write_anchor(Path(folder), 1_000 if quick else 100_000)
+        reference = Reference(scene)
+        with _server(bench, scene, gpu=True) as server:
+            for protocol in PROTOCOLS:
+                template = scene.template(protocol, ANCHOR_BATCH)
+                for callers in bench.extent.callers[1:]:
+                    summary = bench.load(addresses_of(server)[protocol], template, callers)
+                    bench.check(f"DLRM, {protocol}", template, summary, reference)
+                    rows.append({"protocol": protocol, "callers": callers, **_row(summary)})
+    bench.report.tables[f"DLRM of Ray Serve, {ANCHOR_BATCH} samples a request"] = rows
+    bench.report.values["anchor"] = max(row["requests/s"] for row in rows) / RAY
+
+
+def _row(cell: LoadSummary) -> dict[str, Any]:
+    return {
+        "requests/s": cell.per_second,
+        "p50 ms": cell.p50_ms,
+        "p99 ms": cell.p99_ms,
+        "max ms": cell.max_ms,
+        "errors": cell.errors,
+        "load cores": cell.client_cpu_s / cell.seconds,
+    }
+
+
+def addresses_of(server: Hps) -> dict[str, str]:
+    return {"rest": server.address, "grpc": server.grpc}
+
+
+@contextmanager
+def _server(bench: Bench, scene: Scene, *, gpu: bool) -> Iterator[Hps]:
+    with (
+        running_server(scene, bench.cores, gpu=gpu, workers=bench.workers) as server,
+        on_cores(bench.cores.load),
+    ):
+        yield server
+
+
+def judge(values: dict[str, float], gpu: Cells, cpu: Cells) -> None:
+    """Bars of the cells that were measured."""
+    for batch in {batch for _, batch, _ in gpu}:
+        for protocol in PROTOCOLS:
+            kept = [c for (p, b, _), c in gpu.items() if (p, b) == (protocol, batch)]
+            fast = [c.per_second for c in kept if c.p99_ms <= MOST_P99_MS and not c.errors]
+            values[f"predict_{batch}_{protocol}"] = max(fast, default=0.0)
+            one = gpu[protocol, batch, 1]
+            values[f"tail_{batch}_{protocol}"] = one.p99_ms / (one.p50_ms or 1.0)
+        rest, grpc = (gpu[protocol, batch, 1].p50_ms for protocol in PROTOCOLS)
+        values[f"p50_{batch}"] = rest
+        values[f"grpc_{batch}"] = grpc / (rest or 1.0)
+        if batch >= 64 and cpu:
+            best = [
+                max(c.per_second for (_, b, _), c in cells.items() if b == batch)
+                for cells in (gpu, cpu)
+            ]
+            values[f"machine_{batch}"] = best[0] / (best[1] or 1.0)
+    if cpu:
+        values["cells"] = min(gpu[cell].per_second / (cpu[cell].per_second or 1.0) for cell in gpu)
+
+
+def run(options: Options) -> Report:
+    """On a machine without a GPU (``--force``), the CPU server alone."""
+    report, cores = Report(), Cores.of(sorted(os.sched_getaffinity(0)))
+    asked = options.extra.get("workers")
+    workers = min(8, len(cores.workers)) if asked is None else int(asked)
+    bench = Bench(report, Extent.of(options), cores, workers)
+    report.figures |= {
+        "cores": {"node": cores.node, "workers": cores.workers, "load generator": cores.load},
+        "workers": workers,
+        "versions": versions("numpy", "onnxruntime", "onnxruntime-gpu", "grpcio", "uvicorn"),
+    }
+    has_gpu = missing_requirement() is None
+    if has_gpu:
+        report.figures["device"] = _device()
+    parts = str(options.extra.get("parts") or "gpu,cpu,lookups,anchor").split(",")
+    gpu: Cells = {}
+    cpu: Cells = {}
+    with tempfile.TemporaryDirectory() as folder:
+        scene = write_scene(Path(folder))
+        if has_gpu and "gpu" in parts:
+            with _server(bench, scene, gpu=True) as server:
+                gpu = measure_predictions(bench, "GPU", addresses_of(server), scene)
+                if "lookups" in parts:
+                    measure_lookups(bench, "GPU", addresses_of(server), scene)
+        if "cpu" in parts:
+            with _server(bench, scene, gpu=False) as server:
+                cpu = measure_predictions(bench, "CPU", addresses_of(server), scene)
+                if "lookups" in parts and not has_gpu:
+                    measure_lookups(bench, "CPU", addresses_of(server), scene)
+        if triton := options.extra.get("triton"):
+            host, http, grpc = triton.split(":")
+            addresses = {"rest": f"{host}:{http}", "grpc": f"{host}:{grpc}"}
+            measure_predictions(bench, "Triton", addresses, scene)
+    if has_gpu and "anchor" in parts:
+        measure_anchor(bench, quick=options.quick)
+    if gpu:
+        judge(report.values, gpu, cpu)
+        report.values["wrong"] = float(bench.faults)
+    return report
+
+
+def missing_requirement() -> str | None:
+    from benchmarks.gpu_cache import missing_requirement as gpu_missing
+
+    return gpu_missing()
+
+
+def _device() -> str:
+    from hps.cuda.loader import cupy
+
+    return str(cupy().cuda.runtime.getDeviceProperties(0)["name"].decode())
+
+
+BENCHMARK = Benchmark(
+    name="gpu_server",
+    title="A server on a GPU, over REST and gRPC",
+    run=run,
+    bars=tuple(_bars()),
+    measured=("hps", "services"),
+    helpers=(
+        *("benchmarks/common.py", "benchmarks/measure.py", "benchmarks/gpu_server_scene.py"),
+        *("benchmarks/gpu_serving.py", "benchmarks/native_load", "benchmarks/grpc_load.py"),
+    ),
+    missing_requirement=missing_requirement,
+    arguments={
+        "--workers": {
+            "type": int,
+            "help": "workers of the server (default: one per core of theirs, at most 8)",
+        },
+        "--seconds": {"type": float, "help": "of each cell (default 1)"},
+        "--parts": {"help": "some of gpu,cpu,lookups,anchor, separated by commas (default: all)"},
+        "--triton": {"metavar": "HOST:HTTP:GRPC", "help": "measure this Triton beside it"},
+    },
+)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))
