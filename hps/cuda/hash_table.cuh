@@ -18,6 +18,7 @@ constexpr u32 TOMBSTONE = 1u << 30;
 constexpr u32 CLAIMED = 1u << 29;
 constexpr u32 ROW_MASK = CLAIMED - 1;
 constexpr u32 NO_ROW = 0xffffffffu;
+constexpr u32 NO_SLOT_ROW = ROW_MASK;  // in an empty slot of a roomy table
 constexpr int COUNT_BITS = 20;
 constexpr int POLICY_BITS = 8;
 constexpr int BLOCK = 256;  // threads of a block, in every kernel

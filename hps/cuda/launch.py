@@ -43,10 +43,11 @@ WRITE_ARGS = np.dtype(
         ),
         *((name, np.uint64) for name in ("spare", "keys", "vectors", "versions", "scores")),
         *((name, np.uint64) for name in ("position", "scratch", "counters", "result")),
+        ("kept", np.uint64),
         ("oldest_tombstone", np.uint64),
         *((name, np.uint32) for name in ("buckets", "stride", "row_bytes", "on_device", "n")),
         *((name, np.uint32) for name in ("scratch_mask", "start", "policy")),
-        *((name, np.uint32) for name in ("tombstone", "age")),
+        *((name, np.uint32) for name in ("tombstone", "age", "roomy", "open")),
     ],
     align=True,
 )

@@ -4,9 +4,9 @@
 29 bits and the slot's state in the high three. *Bucket*: one 128-byte line of 8 slots in two halves. A key
 has a home half and a second bucket; it may be in any slot of both buckets. *Rows* and their versions are in
 separate arrays, by row number: a writer fills a row that no reader can see, and publishes it by storing one
-slot. Every slot owns a row, also while it is empty; the remaining rows are spare. (In a static table, which
-has no readers while it is filled, all rows are spare and slots get theirs once.) README.md in this folder
-says why readers need no lock.
+slot. In a *packed* table every slot owns a row, also while it is empty; the remaining rows are spare. In a
+*roomy* table there are more slots than rows: an empty slot owns none, and its word has `NO_SLOT_ROW` for a
+number. README.md in this folder says why readers need no lock.
 
 No key value is reserved: a slot's word says whether it is empty.
 """
@@ -35,6 +35,8 @@ runs, and by the writer only: another key of the same batch is about to take the
 ROW_MASK = CLAIMED - 1
 NO_ROW = 2**32 - 1
 """The row number of a missing key."""
+NO_SLOT_ROW = ROW_MASK
+"""The row number in an empty slot of a roomy table."""
 
 TICKS_A_TURN = 64
 """Ticks of the clock while the table admits as many rows as it has slots."""
@@ -43,8 +45,12 @@ AGES_A_TURN = 8
 slot outside the home half is not evicted before one inside it."""
 POLICY_BITS = 8
 """Low bits of the policy argument of fetch; above them is the age, if there is one."""
-STATIC_LOAD = 0.45
-"""Rows per slot of a static table: few enough that each finds a slot without an eviction."""
+ROOMY_LOAD = 0.45
+"""Rows per slot of a roomy table with ample memory: few enough that every row finds a slot."""
+MOST_ROOMY_LOAD = 0.95
+"""Above this many rows per slot a packed table does as well."""
+EXTRA_SLOTS = 1024
+"""Slots that a roomy table has besides: a small one fills up unevenly."""
 COUNT_BITS = 20
 """Low bits of a score that count uses, or the ticks of an epoch; the epoch stands above them."""
 SCORE_MASK = 2**32 - 1
@@ -59,7 +65,8 @@ SECTOR = 32
 """Rows start at multiples of this many bytes, so that no two share a sector of the first-level cache."""
 MIN_BUCKETS = 8
 MAX_SPARE, MIN_SPARE = 1 << 20, 1 << 10
-MAX_ROWS = (ROW_MASK - MAX_SPARE) // WAYS * WAYS
+MIN_ROOMY_BATCH = 512
+MAX_ROWS = (ROW_MASK - 2 * MAX_SPARE) // WAYS * WAYS
 
 SLOT = np.dtype([("key", np.int64), ("word", np.uint32), ("score", np.uint32)])
 
@@ -91,8 +98,9 @@ class GpuTableShape:
     """Sizes of one table.
 
     ``buckets`` of 8 slots; ``rows`` that lie ``stride`` bytes apart, the last ``host_rows`` of them in
-    pinned host memory; ``spare`` of them belong to no slot at first. ``scored``: there is a parallel array
-    of 64-bit scores.
+    pinned host memory; ``spare`` of them belong to no slot at first: all of them in a roomy table.
+    ``reserve``: rows of a roomy table beyond its capacity, so that writes always have spare rows.
+    ``scored``: there is a parallel array of 64-bit scores.
     """
 
     buckets: int
@@ -101,26 +109,35 @@ class GpuTableShape:
     stride: int
     host_rows: int = 0
     scored: bool = False
+    reserve: int = 0
 
     @property
     def slots(self) -> int:
         return self.buckets * WAYS
 
     @property
+    def roomy(self) -> bool:
+        """Whether empty slots own no row."""
+        return self.spare == self.rows
+
+    @property
+    def load(self) -> float:
+        """Rows per slot, as `plan_table_shape` takes it."""
+        return self.capacity / (self.slots - EXTRA_SLOTS) if self.roomy else 1.0
+
+    @property
     def capacity(self) -> int:
-        """The most rows that can be resident."""
-        return min(self.slots, self.rows)
+        """The rows that can be resident at least."""
+        return min(self.slots, self.rows - self.reserve)
 
     @property
     def batch(self) -> int:
         """The most keys of one write launch.
 
-        A static table is filled in small batches: keys that choose their slots at the same time do not see
-        each other, and every key must get a slot.
+        A roomy table is written in small batches: keys that choose their slots at the same time do not see
+        each other, and every key should get a slot.
         """
-        if self.spare == self.rows:
-            return min(MAX_SPARE, max(MIN_SPARE, self.rows // 32))
-        return min(self.spare, MAX_SPARE)
+        return _roomy_batch(self.capacity) if self.roomy else min(self.spare, MAX_SPARE)
 
     @property
     def device_rows(self) -> int:
@@ -143,37 +160,43 @@ def plan_table_shape(
     capacity: int,
     host_rows: int = 0,
     *,
-    static: bool = False,
     scored: bool = False,
+    load: float = 1.0,
 ) -> GpuTableShape:
-    """Plan space for ``capacity`` (> 0) rows of ``table``, rounded up to whole buckets.
+    """Plan space for ``capacity`` (> 0) rows of ``table``, ``host_rows`` of them in pinned host memory.
 
-    ``host_rows`` of them are in pinned host memory. In a ``static`` table all ``capacity`` rows find a
-    slot; it is never ``scored``. Raises ConfigError if the rows cannot be numbered in 29 bits.
+    ``load``: rows per slot. 1 makes a packed table, whose capacity is rounded up to whole buckets; less
+    makes a roomy one. Raises ConfigError if the rows cannot be numbered in 29 bits.
     """
-    slots = int(capacity / STATIC_LOAD) if static else capacity
-    buckets = max(MIN_BUCKETS, -(-slots // WAYS))
-    spare = min(MAX_SPARE, max(MIN_SPARE, buckets * WAYS // 16))
-    stride = -(-table.row_bytes // SECTOR) * SECTOR
     if capacity > MAX_ROWS:
         raise ConfigError(
             f"the GPU cache of table {table.id} can't have {capacity:,} rows; a table has at most "
-            f"{MAX_ROWS:,}. Lower its cache_rows"
+            f"{MAX_ROWS:,}. Lower its gpu_rows or gpu_share, or tiers.gpu.share"
         )
-    if static:
-        return GpuTableShape(buckets, capacity, capacity, stride)
+    stride = -(-table.row_bytes // SECTOR) * SECTOR
+    if load < 1:
+        buckets = max(MIN_BUCKETS, -(-(int(capacity / load) + EXTRA_SLOTS) // WAYS))
+        reserve = 2 * _roomy_batch(capacity)
+        rows = capacity + reserve
+        return GpuTableShape(buckets, rows, rows, stride, min(host_rows, rows), scored, reserve)
+    buckets = max(MIN_BUCKETS, -(-capacity // WAYS))
+    spare = min(MAX_SPARE, max(MIN_SPARE, buckets * WAYS // 16))
     host_rows = min(host_rows, buckets * WAYS)
     return GpuTableShape(buckets, buckets * WAYS + spare, spare, stride, host_rows, scored)
 
 
+def _roomy_batch(capacity: int) -> int:
+    return min(MAX_SPARE, max(MIN_ROOMY_BATCH, capacity // 64))
+
+
 def fitting_capacity(
-    table: EmbeddingTable, free_bytes: int, *, static: bool = False, scored: bool = False
+    table: EmbeddingTable, free_bytes: int, *, scored: bool = False, load: float = 1.0
 ) -> int:
     """Return the largest capacity in rows whose arrays fit into ``free_bytes``; 0 if none does."""
     low, high = 0, MAX_ROWS
     while low < high:
         middle = (low + high + 1) // 2
-        if plan_table_shape(table, middle, static=static, scored=scored).bytes <= free_bytes:
+        if plan_table_shape(table, middle, scored=scored, load=load).bytes <= free_bytes:
             low = middle
         else:
             high = middle - 1

@@ -25,6 +25,7 @@ FILES = {
     "sweep_kernel": "fetch.cu",
     "dedup_kernel": "write.cu",
     "write_kernel": "write.cu",
+    "compact_kernel": "write.cu",
     "evict_kernel": "write.cu",
     "clear_kernel": "scan.cu",
     "export_kernel": "scan.cu",

@@ -68,9 +68,9 @@ def pinned(table: EmbeddingTable, shape: GpuTableShape) -> Any:
 
 def out_of_memory_error(table: EmbeddingTable, shape: GpuTableShape) -> ConfigError:
     """Make the error for arrays of ``shape`` that do not fit on the device."""
-    free, static = free_bytes(), shape.spare == shape.rows
+    free = free_bytes()
     fitting = layout.fitting_capacity(
-        table, _suggested_bytes(free, shape.bytes), static=static, scored=shape.scored
+        table, _suggested_bytes(free, shape.bytes), scored=shape.scored, load=shape.load
     )
     return ConfigError(
         f"the GPU cache of table {table.id} needs {shape.bytes:,} bytes for "

@@ -23,20 +23,20 @@ struct ScanArgs {
   u32 on_device;
   u32 n;
   u32 now;    // export: the reference of ranks
-  u32 fresh;  // clear: a new table, 1 with a row for each slot, 2 without
+  u32 fresh;  // clear: 1 a new packed table, 2 a roomy one, 0 a packed one that has readers
   u32 unused;
 };
 
 static_assert(sizeof(ScanArgs) == 136, "must equal launch.SCAN_ARGS");
 
-// Initializes a new table, while nothing else runs, or empties every slot, while readers may run. A
-// thread per slot.
+// Initializes a new packed table, while nothing else runs, or empties every slot, while readers may
+// run. A thread per slot.
 __global__ void __launch_bounds__(BLOCK) clear_kernel(const __grid_constant__ ScanArgs a) {
   const u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x;
   if (at >= (u64)a.buckets * WAYS) return;
   char* slot = a.lines + at * SLOT_BYTES;
   if (a.fresh) {
-    const Slot whole = {0, EMPTY | (a.fresh == 1 ? (u32)at : 0), 0};
+    const Slot whole = {0, EMPTY | (a.fresh == 1 ? (u32)at : NO_SLOT_ROW), 0};
     store_slot(slot, whole);
   } else {
     store_word(slot, EMPTY | (*word_of(slot) & ROW_MASK));

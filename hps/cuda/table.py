@@ -15,6 +15,7 @@ from hps.cuda.layout import (
     BUCKET_BYTES,
     COUNT_BITS,
     POLICY_BITS,
+    ROOMY_LOAD,
     SCORE_MASK,
     TICKS_A_TURN,
     WAYS,
@@ -35,8 +36,9 @@ _RANKED_AT_ONCE = 1 << 20
 class GpuTableOptions:
     """Options of a `GpuTable`.
 
-    ``host_rows`` of its rows are in pinned host memory, which the kernels access over the bus. A ``static``
-    table is filled before it has readers, with unique keys, and then sealed; ``policy`` is ignored. The clock
+    ``host_rows`` of its rows are in pinned host memory, which the kernels access over the bus. ``load``: rows
+    per slot; with less than 1, more of the rows find a slot (all of them with `ROOMY_LOAD`). A ``static``
+    table is filled before it has readers and then sealed; ``policy`` and ``load`` are ignored. The clock
     ticks ``ticks`` times while the table admits as many rows as its capacity; epochs last ``epoch_s``
     seconds, or until the caller advances them.
     """
@@ -44,6 +46,7 @@ class GpuTableOptions:
     policy: EvictionPolicy = EvictionPolicy.LRU
     host_rows: int = 0
     static: bool = False
+    load: float = 1.0
     ticks: int = TICKS_A_TURN
     epoch_s: float | None = None
 
@@ -70,18 +73,19 @@ class GpuTable:
         self.static = options.static
         self.policy = EvictionPolicy.NONE if options.static else options.policy
         scored = self.policy is EvictionPolicy.SCORE
+        load = ROOMY_LOAD if options.static else options.load
         self.shape: GpuTableShape = plan_table_shape(
-            table, capacity, options.host_rows, static=options.static, scored=scored
+            table, capacity, options.host_rows, scored=scored, load=load
         )
         self._allocate()
-        self.filled = 0  # rows written of a static table; no later write takes them
+        self.filled = 0  # rows that slots of a roomy table own; the spare list begins after so many
         self.sealed = False
         self._start_clock(options)
         self._admitted = 0
         self.evicted = 0
         self.dropped = 0
         stream = cupy().cuda.get_current_stream()
-        self._clear(stream, fresh=True)
+        self._clear(stream, 2 if self.shape.roomy else 1)
         stream.synchronize()
 
     def _allocate(self) -> None:
@@ -174,12 +178,22 @@ class GpuTable:
         ticks, self._admitted = divmod(self._admitted, max(1, self.shape.capacity // self._ticks))
         self.clock += ticks
 
+    def is_open(self, n: int) -> bool:
+        """Return whether ``n`` keys may be written into empty slots: rows for a later batch must remain."""
+        shape = self.shape
+        return not shape.roomy or shape.rows - self.filled >= shape.batch + n
+
     def clear(self, stream: Any) -> None:
         """Empty every slot, on ``stream``."""
-        self._clear(stream, fresh=False)
+        roomy = self.shape.roomy
+        self._clear(stream, 2 if roomy else 0)
+        if roomy:
+            with stream:
+                self.spare[:] = cupy().arange(self.shape.rows, dtype=np.uint32)
+            self.filled = 0
 
-    def _clear(self, stream: Any, *, fresh: bool) -> None:
-        args = self.scan_args(fresh=0 if not fresh else 2 if self.static else 1)
+    def _clear(self, stream: Any, fresh: int) -> None:
+        args = self.scan_args(fresh=fresh)
         kernel("clear_kernel").launch(blocks_of(self.shape.slots), args, stream.ptr)
 
     def count(self, stream: Any) -> tuple[int, int]:

@@ -14,7 +14,8 @@ from hps.cuda.loader import KernelStruct, cupy, kernel
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.table import GpuTable
 
-ARGS = struct.Struct("<15Q10I")  # WRITE_ARGS, packed in one call like fetch's
+ARGS = struct.Struct("<16Q12I")  # WRITE_ARGS, packed in one call like fetch's
+_ON_DEVICE = 3  # cudaMemcpyDeviceToDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,9 @@ class GpuTableWriter:
         self._given = cp.cuda.Event(disable_timing=True)
         self._position = cp.empty(MAX_SPARE, np.uint32)
         self._scratch = cp.full(2 * MAX_SPARE, NO_ROW, np.uint32)
-        self._counters = cp.zeros(4, np.uint32)
-        self._pinned = cp.cuda.alloc_pinned_memory(12)
-        self._counted = np.frombuffer(self._pinned, np.uint32, 3)
+        self._counters = cp.zeros(5, np.uint32)
+        self._pinned = cp.cuda.alloc_pinned_memory(16)
+        self._counted = np.frombuffer(self._pinned, np.uint32, 4)
         self._args = KernelStruct(WRITE_ARGS)
         cp.cuda.get_current_stream().synchronize()
 
@@ -89,6 +90,8 @@ class GpuTableWriter:
         self._pack(table, len(keys), (keys.data.ptr, 0, 0, 0))
         self._launch("evict_kernel", len(keys), WRITE_TILE)
         self.finish()
+        if table.shape.roomy:
+            table.filled -= int(self._counted[3])
 
     def clear(self, table: GpuTable) -> None:
         table.clear(self.stream)
@@ -102,10 +105,16 @@ class GpuTableWriter:
         """Write at most as many keys as there are spare rows. All earlier launches must be complete."""
         self._readers.hold_back(self.stream)  # readers saw the spare rows until the last write
         self._launch(write_name(unit, update=update, scored=table.shape.scored), n, WRITE_TILE)
+        fills = table.shape.roomy and not update and table.is_open(n)
+        if fills:
+            self._launch("compact_kernel", n)
+            spare = table.spare.data.ptr + 4 * table.filled
+            copy = cupy().cuda.runtime.memcpyAsync
+            copy(spare, self._position.data.ptr, 4 * n, _ON_DEVICE, self.stream.ptr)
         self.finish()
-        table.account(*self._counted.tolist())
-        if table.static:
-            table.filled += n
+        table.account(*self._counted[:3].tolist())
+        if fills:
+            table.filled += n - int(self._counted[3])
 
     def _launch(self, name: str, keys: int, threads_a_key: int = 1) -> None:
         kernel(name).launch(blocks_of(keys, threads_a_key), self._args, self.stream.ptr)
@@ -130,6 +139,7 @@ class GpuTableWriter:
             self._scratch.data.ptr,
             self._counters.data.ptr,
             self._pinned.ptr,
+            self._position.data.ptr,
             oldest_tombstone,
             *table.sizes,
             n,
@@ -138,4 +148,6 @@ class GpuTableWriter:
             table.policy.rule,
             not addresses[1],
             table.age,
+            table.shape.roomy,
+            table.is_open(n),
         )

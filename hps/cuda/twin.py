@@ -16,6 +16,7 @@ from hps.cuda.layout import (
     COUNT_BITS,
     EMPTY,
     HALF,
+    NO_SLOT_ROW,
     ROW_MASK,
     SCORE_MASK,
     TOMBSTONE,
@@ -28,6 +29,8 @@ from hps.types import KeyArray, VectorArray, VersionArray
 AGE = layout.TICKS_A_TURN // layout.AGES_A_TURN
 Place = tuple[int, int]
 """A half and a slot in it."""
+_NO_CANDIDATE = 1 << 65
+"""The rank of an empty slot that must not be filled: above all others."""
 
 
 class TwinTable:
@@ -43,12 +46,16 @@ class TwinTable:
         self.shape = shape
         self.policy = policy
         self.keys = np.zeros((2 * shape.buckets, HALF), np.int64)
-        self.words = np.arange(shape.slots, dtype=np.uint32).reshape(-1, HALF) | np.uint32(EMPTY)
+        numbers = np.arange(shape.slots, dtype=np.uint32)
+        if shape.roomy:
+            numbers[:] = NO_SLOT_ROW
+        self.words = numbers.reshape(-1, HALF) | np.uint32(EMPTY)
         scores = np.uint64 if policy is EvictionPolicy.SCORE else np.uint32
         self.scores = np.zeros((2 * shape.buckets, HALF), scores)
         self.rows = np.zeros((shape.rows, dim), dtype)
         self.versions = np.zeros(shape.rows, np.uint64)
         self.spare = np.arange(shape.rows - shape.spare, shape.rows, dtype=np.uint32)
+        self._open = True
         self.clock = 1
         self.epoch = 0
         self.evicted = 0
@@ -109,8 +116,9 @@ class TwinTable:
         scores: NDArray[np.uint64] | None = None,
         update: bool = False,
     ) -> None:
-        """Insert or update unique ``keys``, at most `spare`; delete them if ``vectors`` is None."""
+        """Insert or update unique ``keys``, at most `batch`; delete them if ``vectors`` is None."""
         admitted = 0
+        self._open = not self.shape.roomy or len(self.spare) >= self.shape.batch + len(keys)
         first = (
             0
             if self.policy is EvictionPolicy.SCORE
@@ -134,6 +142,7 @@ class TwinTable:
                 self.evicted += self.words[place] < TOMBSTONE
                 self.keys[place], self.scores[place] = key, score
             self._fill(i, place, row, versions[i])
+        self.spare = self.spare[self.spare != NO_SLOT_ROW]
         ticks, self._admitted = divmod(
             self._admitted + admitted, max(1, self.shape.capacity // layout.TICKS_A_TURN)
         )
@@ -142,8 +151,13 @@ class TwinTable:
     def evict(self, keys: KeyArray) -> None:
         for key in keys.tolist():
             place = self.find(key)
-            if place is not None:
-                self.words[place] = int(self.words[place]) & ROW_MASK | EMPTY
+            if place is None:
+                continue
+            number = int(self.words[place]) & ROW_MASK
+            if self.shape.roomy:
+                self.spare = np.append(self.spare, np.uint32(number))
+                number = NO_SLOT_ROW
+            self.words[place] = number | EMPTY
 
     def resident(self, least: int = 0) -> KeyArray:
         """Return the keys that have a row with a score of at least ``least``, ascending."""
@@ -189,14 +203,17 @@ class TwinTable:
         """Choose a slot for ``key``; None if ``score`` is lower than all.
 
         An empty slot of the home half (unless it is the bucket's last and half of the second bucket is
-        empty, or 2 slots if there is no eviction), else of the emptier bucket, else the lowest score, where
-        slots outside the home half must be lower by an `AGE`.
+        empty; in a roomy table, one of the last two and the second bucket is emptier), else of the emptier
+        bucket, else the lowest score, where slots outside the home half must be lower by an `AGE`.
         """
         halves = self._halves(key)
-        vacant = [np.flatnonzero(self.words[half] & EMPTY) for half in halves]
+        vacant = [np.flatnonzero(self.words[half] & EMPTY * self._open) for half in halves]
         in_first, in_second = len(vacant[0]) + len(vacant[1]), len(vacant[2]) + len(vacant[3])
-        spread = 2 if self.policy is EvictionPolicy.NONE else HALF
-        if len(vacant[0]) and (in_first > 1 or in_second < spread):
+        if self.shape.roomy:
+            enough = in_first > 2 or in_second <= in_first
+        else:
+            enough = in_first > 1 or in_second < HALF
+        if len(vacant[0]) and enough:
             order = [0]
         else:
             order = [2, 3] if in_second > len(vacant[1]) else [1]
@@ -208,11 +225,14 @@ class TwinTable:
         if self.policy is EvictionPolicy.SCORE:
             ranks = self.scores[halves].astype(object)  # 64 bits; tombstones are lower still
         else:
-            ranks = eviction_ranks(self.scores[halves].astype(np.int64), self.now)
+            ranks = eviction_ranks(self.scores[halves].astype(np.int64), self.now).astype(object)
         if self.policy.rule is EvictionPolicy.LRU:
             ranks[1:] += AGE
         ranks[self.words[halves] >= TOMBSTONE] = -1
+        ranks[self.words[halves] >= EMPTY] = _NO_CANDIDATE
         best = int(ranks.reshape(-1).argmin())
+        if self.words[halves].reshape(-1)[best] >= EMPTY:
+            return None
         if self.policy is EvictionPolicy.SCORE and ranks.reshape(-1)[best] > score:
             return None
         return halves[best // HALF], best % HALF

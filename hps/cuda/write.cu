@@ -20,8 +20,9 @@ struct WriteArgs {
   const u64* scores;  // SCORED, or null: new rows get 0, resident rows keep theirs
   u32* position;      // null: no key is repeated
   u32* scratch;
-  u32* counters;  // admitted, evicted, dropped, ended blocks; zero before and after
-  u32* result;    // in host memory: admitted, evicted, dropped
+  u32* counters;  // admitted, evicted, dropped, free rows, ended blocks; zero before and after
+  u32* result;    // in host memory: admitted, evicted, dropped, free rows
+  u32* kept;      // compact: (n,)
   u64 oldest_tombstone;
   u32 buckets;
   u32 stride;
@@ -33,9 +34,11 @@ struct WriteArgs {
   u32 policy;
   u32 tombstone;  // deletions: no vectors
   u32 age;        // in full buckets: ticks by which a slot outside the home half must be older
+  u32 roomy;      // empty slots own no row
+  u32 open;       // empty slots may be filled
 };
 
-static_assert(sizeof(WriteArgs) == 160, "must equal launch.WRITE_ARGS");
+static_assert(sizeof(WriteArgs) == 176, "must equal launch.WRITE_ARGS");
 
 constexpr u64 NOTHING = ~0ULL;
 constexpr int TILE = 4;
@@ -104,10 +107,10 @@ __device__ __forceinline__ int lowest_scored(const WriteArgs& a, const Slot* slo
   int place = -1;
 #pragma unroll
   for (int k = 0; k < CHOICES; k++) {
-    const u32 state = slot[k].word & (TOMBSTONE | CLAIMED);
+    const u32 state = slot[k].word & (EMPTY | TOMBSTONE | CLAIMED);
     const u32 dead = __ballot_sync(tile.mask, state == TOMBSTONE) & tile.mask;
     if (dead) return k * HALF + ((__ffs(dead) - 1) & (TILE - 1));
-    if (state & CLAIMED) continue;
+    if (state & (EMPTY | CLAIMED)) continue;
     const u64 worth = *(const volatile u64*)&a.slot_scores[(size_t)half[k] * HALF + tile.rank];
     if (place >= 0 && worth >= lowest) continue;
     lowest = worth;
@@ -127,21 +130,24 @@ __device__ __forceinline__ int lowest_scored(const WriteArgs& a, const Slot* slo
 
 // Chooses the slot for key i, which is not resident, as choice * 4 + rank; -1 if there is none. It
 // is an empty slot of the home half (unless it is the bucket's last and half of the second bucket
-// is empty, or more than one slot if there is no eviction), else of the emptier bucket, else the
-// slot with the lowest score. `slot` are the four halves' slots at this thread's rank.
+// is empty; in a roomy table, one of the last two and the second bucket is emptier), else of the
+// emptier bucket, else the slot with the lowest score. `slot` are the four halves' slots at this
+// thread's rank.
 template <bool SCORED>
 __device__ __forceinline__ int choose(const WriteArgs& a, u32 i, const Slot* slot, const u32* half,
                                       const Tile<TILE>& tile) {
   int vacant[CHOICES];
 #pragma unroll
   for (int k = 0; k < CHOICES; k++) {
-    const bool it = (slot[k].word & (EMPTY | CLAIMED)) == EMPTY;
+    const bool it = a.open && (slot[k].word & (EMPTY | CLAIMED)) == EMPTY;
     vacant[k] = __popc(__ballot_sync(tile.mask, it) & tile.mask);
   }
   const int in_first = vacant[0] + vacant[1], in_second = vacant[2] + vacant[3];
   const bool any_vacant = in_first + in_second;
   if (SCORED && !any_vacant) return lowest_scored(a, slot, half, a.scores ? a.scores[i] : 0, tile);
-  const bool home = vacant[0] && (in_first > 1 || in_second < (a.policy == NONE ? 2 : HALF));
+  const bool enough =
+      a.roomy ? in_first > 2 || in_second <= in_first : in_first > 1 || in_second < HALF;
+  const bool home = vacant[0] && enough;
   const bool second = !home && in_second > vacant[1];
   u64 best = NOTHING;
 #pragma unroll
@@ -151,7 +157,7 @@ __device__ __forceinline__ int choose(const WriteArgs& a, u32 i, const Slot* slo
     if (any_vacant) {
       const bool wanted = home ? k == 0 : second ? k >= 2 : k == 1;
       if (wanted && (word & (EMPTY | CLAIMED)) == EMPTY) rank = 0;
-    } else if (a.policy != NONE && !(word & CLAIMED)) {
+    } else if (a.policy != NONE && !(word & (EMPTY | CLAIMED))) {
       const u32 margin = a.policy == LRU && k ? a.age : 0;
       rank = word & TOMBSTONE ? 0 : (u64)rank_of(slot[k].score, a.start) + 1 + margin;
     }
@@ -230,6 +236,17 @@ __device__ __forceinline__ bool find_place(const WriteArgs& a, u32 i, Place& pla
   return true;
 }
 
+// Writes the counters from `first` to `last` into host memory, in the last block, and clears them.
+// All threads must call it.
+__device__ __forceinline__ void report(const WriteArgs& a, int first, int last) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  if (atomicAdd(&a.counters[4], 1u) != gridDim.x - 1) return;
+  for (int k = first; k <= last; k++) a.result[k] = atomicExch(&a.counters[k], 0u);
+  a.counters[4] = 0;
+}
+
 // Whether entry i is the winner of its key. All threads of the tile must call it, once.
 __device__ __forceinline__ bool is_winner(const WriteArgs& a, u32 i, const Tile<TILE>& tile) {
   if (!a.position) return true;
@@ -287,29 +304,43 @@ __global__ void __launch_bounds__(BLOCK, UPDATE ? 8 : 6)
   __syncthreads();
   if (threadIdx.x < 3 && counted[threadIdx.x])
     atomicAdd(&a.counters[threadIdx.x], counted[threadIdx.x]);
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    if (atomicAdd(&a.counters[3], 1u) == gridDim.x - 1) {
-      for (int k = 0; k < 3; k++) a.result[k] = atomicExch(&a.counters[k], 0u);
-      a.counters[3] = 0;
-    }
-  }
+  report(a, 0, 2);
 }
 
-// Evicts resident keys; their slots and rows are free for the next insert. A tile of 4 threads per
-// key.
+// Collects the spare rows that a write into a roomy table has left among the first n, at the end of
+// `kept`, in any order, and counts them: an empty slot gives no row back. A thread per row.
+__global__ void __launch_bounds__(BLOCK) compact_kernel(const __grid_constant__ WriteArgs a) {
+  const u32 i = blockIdx.x * BLOCK + threadIdx.x, lane = threadIdx.x & 31;
+  const u32 row = i < a.n ? a.spare[i] : NO_SLOT_ROW;
+  const u32 votes = __ballot_sync(0xffffffffu, row != NO_SLOT_ROW);
+  u32 first = 0;
+  if (lane == 0 && votes) first = atomicAdd(&a.counters[3], __popc(votes));
+  first = __shfl_sync(0xffffffffu, first, 0);
+  if (row != NO_SLOT_ROW) a.kept[a.n - 1 - first - __popc(votes & ((1u << lane) - 1))] = row;
+  report(a, 3, 3);
+}
+
+// Evicts resident keys; their slots and rows are free for the next insert. A roomy table's rows are
+// put before its spare rows and counted. A tile of 4 threads per key.
 __global__ void __launch_bounds__(BLOCK) evict_kernel(const __grid_constant__ WriteArgs a) {
   const Tile<TILE> tile;
   const u32 i = (blockIdx.x * BLOCK + threadIdx.x) / TILE;
-  if (i >= a.n) return;
-  const u64 key = a.keys[i], hash = mix(key);
-  const u32 home = home_half(hash, a.buckets);
-  const u32 second = second_half(hash, a.buckets, home);
+  if (i < a.n) {
+    const u64 key = a.keys[i], hash = mix(key);
+    const u32 home = home_half(hash, a.buckets);
+    const u32 second = second_half(hash, a.buckets, home);
 #pragma unroll
-  for (int k = 0; k < CHOICES; k++) {
-    char* at = slot_at(a.lines, k < 2 ? home ^ k : second + k - 2, tile.rank);
-    const Slot slot = load_slot(at);
-    if (slot.key == key && !(slot.word & EMPTY)) store_word(at, EMPTY | (slot.word & ROW_MASK));
+    for (int k = 0; k < CHOICES; k++) {
+      char* at = slot_at(a.lines, k < 2 ? home ^ k : second + k - 2, tile.rank);
+      const Slot slot = load_slot(at);
+      if (slot.key != key || slot.word & EMPTY) continue;
+      if (!a.roomy) {
+        store_word(at, EMPTY | (slot.word & ROW_MASK));
+        continue;
+      }
+      const u32 word = atomicExch(word_of(at), EMPTY | NO_SLOT_ROW);  // keys may be repeated
+      if (!(word & EMPTY)) *(a.spare - 1 - atomicAdd(&a.counters[3], 1u)) = word & ROW_MASK;
+    }
   }
+  report(a, 3, 3);
 }

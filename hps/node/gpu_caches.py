@@ -238,6 +238,7 @@ class NodeGpus:
                 policy=planned.policy,
                 host_rows=planned.host_rows,
                 static=planned.static,
+                load=planned.load,
                 ticks=self._chosen.clock_ticks,
                 epoch_s=self._chosen.epoch_s,
             )

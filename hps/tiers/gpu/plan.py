@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hps.cuda.layout import EvictionPolicy, GpuTableShape, plan_table_shape
+from hps.cuda.layout import (
+    MOST_ROOMY_LOAD,
+    ROOMY_LOAD,
+    EvictionPolicy,
+    GpuTableShape,
+    plan_table_shape,
+)
 from hps.errors import ConfigError
 from hps.tiers.capacity import EMPTY_TABLE_ROWS
 from hps.types import EmbeddingTable
 
 _STEPS = 40  # bisection steps: find a share to 12 digits
+_PACKED = 1.0
+_LEFT_FREE = 0.1
+"""The share of the free memory that slots beyond those of packed tables must leave to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +38,21 @@ class GpuTableRequest:
 
 @dataclass(frozen=True, slots=True)
 class GpuTablePlan:
-    """One table's capacity: ``rows`` (0: none), ``host_rows`` of them in pinned host memory."""
+    """One table's capacity: ``rows`` (0: none), ``host_rows`` of them in pinned host memory.
+
+    ``load``: rows per slot, see `plan_table_shape`."""
 
     rows: int
     host_rows: int
     policy: EvictionPolicy
     static: bool
+    load: float
 
     def shape(self, table: EmbeddingTable) -> GpuTableShape | None:
         if not self.rows:
             return None
-        scored = self.policy is EvictionPolicy.SCORE
-        return plan_table_shape(table, self.rows, self.host_rows, static=self.static, scored=scored)
+        scored = self.policy is EvictionPolicy.SCORE and not self.static
+        return plan_table_shape(table, self.rows, self.host_rows, scored=scored, load=self.load)
 
 
 Plan = dict[EmbeddingTable, GpuTablePlan]
@@ -52,34 +64,67 @@ def plan_gpu(
     capacity_bytes: int,
     host_bytes: int = 0,
     share: float | None = None,
+    free_bytes: int | None = None,
 ) -> Plan:
     """Plan the capacities of all tables, as large as the sizes allow.
 
     A table with a capacity of its own gets exactly that. All others get the same share of their rows:
     ``share``, else the largest share for which everything fits into ``capacity_bytes`` on the device. Up to
     ``host_bytes`` of the rows, the same fraction of each table, are placed in pinned host memory. An empty
-    table counts as `EMPTY_TABLE_ROWS`. Raises ConfigError if ``share`` is not set and the tables with their
-    own capacities alone exceed ``capacity_bytes``."""
-    if share is not None:
-        return _plan_at(requests, share, host_bytes)
-    if _fits(plan := _plan_at(requests, 1.0, host_bytes), capacity_bytes):
-        return plan
-    low, high = 0.0, 1.0
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        if _fits(_plan_at(requests, middle, host_bytes), capacity_bytes):
-            low = middle
-        else:
-            high = middle
-    plan = _plan_at(requests, low, host_bytes)
+    table counts as `EMPTY_TABLE_ROWS`.
+
+    A table with capacity for all of its rows gets so many slots that each row finds one, or as many as fit
+    into ``capacity_bytes`` and ``free_bytes``, those that are free on the device (None: unknown).
+
+    Raises ConfigError if ``share`` is not set and the tables with their own capacities alone exceed
+    ``capacity_bytes``."""
+    limit = math.inf if share is not None else capacity_bytes
+    free = math.inf if free_bytes is None else (1 - _LEFT_FREE) * free_bytes
+
+    def planned(part: float, load: float) -> Plan:
+        return _plan_at(requests, part, host_bytes, load)
+
+    whole = 1.0 if share is None else share
+    if _fits(planned(whole, _PACKED), limit):
+        return planned(whole, _least_load(lambda load: planned(whole, load), min(limit, free)))
+    load = ROOMY_LOAD if _fits(planned(0.0, ROOMY_LOAD), limit) else _PACKED
+    plan = planned(_largest_share(lambda part: planned(part, load), limit), load)
     own_size = {t: p for t, p in plan.items() if _has_own_size(requests[t])}
-    if own_size and not _fits(own_size, capacity_bytes):
+    if own_size and not _fits(own_size, limit):
         raise ConfigError(
             f"tiers.gpu: the tables with gpu_rows, gpu_share or gpu_static take {device_bytes(own_size):,} "
             f"bytes of the GPU's memory, and tiers.gpu.capacity_bytes is {capacity_bytes:,}; raise it to "
             "that, or ask for less"
         )
     return plan
+
+
+def _largest_share(planned: Callable[[float], Plan], limit: float) -> float:
+    """Return the largest share of the rows for which the plan fits ``limit``; 0 if none does."""
+    low, high = 0.0, 1.0
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        if _fits(planned(middle), limit):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _least_load(planned: Callable[[float], Plan], limit: float) -> float:
+    """Return the fewest rows per slot, of those that avoid evictions, for which the plan fits ``limit``."""
+    if _fits(planned(ROOMY_LOAD), limit):
+        return ROOMY_LOAD
+    low, high = ROOMY_LOAD, MOST_ROOMY_LOAD
+    if not _fits(planned(high), limit):
+        return _PACKED
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        if _fits(planned(middle), limit):
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def check_fits(plan: Plan, free_bytes: int, device: int) -> None:
@@ -111,26 +156,25 @@ def _has_own_size(request: GpuTableRequest) -> bool:
     return request.static or request.rows is not None or request.share is not None
 
 
-def _fits(plan: Plan, capacity_bytes: int) -> bool:
-    return device_bytes(plan) <= capacity_bytes
+def _fits(plan: Plan, limit: float) -> bool:
+    return device_bytes(plan) <= limit
 
 
 def _plan_at(
-    requests: Mapping[EmbeddingTable, GpuTableRequest], share: float, host_bytes: int
+    requests: Mapping[EmbeddingTable, GpuTableRequest], share: float, host_bytes: int, load: float
 ) -> Plan:
+    """Plan for a ``share`` of the rows; ``load``: rows per slot of tables with capacity for all of theirs."""
     rows = {table: _rows(request, share) for table, request in requests.items()}
     movable = [table for table, request in requests.items() if not request.static]
     total = sum(_row_bytes(movable, rows))
     part = min(1.0, host_bytes / total) if total else 0.0
-    return {
-        table: GpuTablePlan(
-            rows[table],
-            0 if request.static else int(part * rows[table]),
-            request.policy,
-            request.static and rows[table] > 0,
-        )
-        for table, request in requests.items()
-    }
+    plan = {}
+    for table, request in requests.items():
+        n, static = rows[table], request.static and rows[table] > 0
+        table_load = ROOMY_LOAD if static else load if n >= request.table_rows else _PACKED
+        host_rows = 0 if request.static else int(part * n)
+        plan[table] = GpuTablePlan(n, host_rows, request.policy, static, table_load)
+    return plan
 
 
 def _rows(request: GpuTableRequest, share: float) -> int:

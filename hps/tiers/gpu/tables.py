@@ -44,11 +44,11 @@ class GpuTables:
         policy: EvictionPolicy = EvictionPolicy.LRU,
         host_rows: int = 0,
         static: bool = False,
-        **clock: Any,
+        **options: Any,
     ) -> None:
         """Add ``table`` with a capacity of ``rows`` rows (rounded up to whole buckets); 0 removes it.
 
-        ``host_rows`` of them are in pinned host memory. ``clock``: ``ticks`` and ``epoch_s`` of
+        ``host_rows`` of them are in pinned host memory. ``options``: ``load``, ``ticks`` and ``epoch_s`` of
         `GpuTableOptions`. A ``static`` table keeps all of its ``rows``: insert each key once, then `seal` it.
         It must not be read before that, and can't be changed afterwards."""
         if rows < 0:
@@ -62,9 +62,10 @@ class GpuTables:
         if rows == 0:
             self.drop_table(table)
             return
-        options = GpuTableOptions(policy, host_rows, static, **clock)
         with self._device:
-            self._tables[table] = GpuTable(table, rows, options)
+            self._tables[table] = GpuTable(
+                table, rows, GpuTableOptions(policy, host_rows, static, **options)
+            )
 
     def seal(self, table: EmbeddingTable) -> int:
         """Finish the filling of a static table; return the number of keys without a slot.

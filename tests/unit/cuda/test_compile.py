@@ -27,7 +27,7 @@ EXPRESSIONS = {
         )
     ],
     "write.cu": [
-        *("dedup_kernel", "evict_kernel"),
+        *("dedup_kernel", "compact_kernel", "evict_kernel"),
         *(
             launch.write_name(unit, update=update, scored=scored)
             for unit in (16, 4, 2)

@@ -14,7 +14,7 @@ from hps.types import EmbeddingTable
 HEADER = (loader.FOLDER / "hash_table.cuh").read_text()
 SHARED = [
     *("WAYS", "HALF", "BUCKET_BYTES", "SLOT_BYTES", "EMPTY", "TOMBSTONE", "CLAIMED", "ROW_MASK"),
-    *("NO_ROW", "COUNT_BITS", "POLICY_BITS"),
+    *("NO_ROW", "NO_SLOT_ROW", "COUNT_BITS", "POLICY_BITS"),
 ]
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -92,6 +92,18 @@ def test_capacity_is_rounded_up_to_whole_buckets(capacity):
     shape = layout.plan_table_shape(EmbeddingTable.make("t", 8), capacity)
     assert shape.capacity >= capacity
     assert shape.capacity - capacity < layout.WAYS or shape.buckets == layout.MIN_BUCKETS
+
+
+@given(st.integers(1, layout.MAX_ROWS), st.floats(layout.ROOMY_LOAD, layout.MOST_ROOMY_LOAD))
+def test_roomy_table_has_more_slots_and_hardly_more_rows(capacity, load):
+    shape = layout.plan_table_shape(EmbeddingTable.make("t", 8), capacity, load=load)
+    assert shape.roomy
+    assert shape.capacity == capacity
+    assert shape.slots * load >= capacity
+    assert shape.rows <= layout.ROW_MASK
+    assert shape.rows >= capacity + 2 * shape.batch
+    assert shape.rows <= 1.04 * capacity + 2 * layout.MIN_ROOMY_BATCH
+    assert abs(shape.load - load) < 0.01 or capacity < 10_000
 
 
 def test_separate_scores_take_eight_bytes_per_slot():

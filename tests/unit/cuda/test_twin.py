@@ -25,6 +25,7 @@ from tests.support.rows import constant_rows
 
 DIM = 4
 SMALL = GpuTableShape(buckets=10, rows=80 + 1024, spare=1024, stride=32)
+ROOMY = GpuTableShape(buckets=20, rows=60 + 1024, spare=60 + 1024, stride=32, reserve=1024)
 
 
 rows_of = partial(constant_rows, dim=DIM)
@@ -39,9 +40,15 @@ def put(twin, keys, version=1, **options):
     twin.write(keys, rows_of(keys), versions_of(keys, version), **options)
 
 
+def put_batch(twin, keys):
+    """Insert rows of one value."""
+    twin.write(keys, np.ones((len(keys), 1), np.float32), versions_of(keys))
+
+
 def check_invariants(twin):
     """Check invariants: each row has one owner; each key has one slot, in one of its buckets."""
-    owned = np.concatenate([twin.words.reshape(-1) & np.uint32(ROW_MASK), twin.spare])
+    words = twin.words[twin.words < EMPTY] if twin.shape.roomy else twin.words
+    owned = np.concatenate([words.reshape(-1) & np.uint32(ROW_MASK), twin.spare])
     assert np.array_equal(np.sort(owned), np.arange(twin.shape.rows))
     held = twin.keys[twin.words < EMPTY]
     assert len(np.unique(held)) == len(held)
@@ -80,6 +87,53 @@ def test_table_at_three_quarters_load_evicts_almost_no_row():
     homes = layout.half_buckets(some, shape.buckets)[:, 0].tolist()
     away = [twin.find(key)[0] != home for key, home in zip(some.tolist(), homes, strict=True)]
     assert np.mean(away) < 0.2  # each costs fetch a second probe
+
+
+@pytest.mark.parametrize("count", [1, 60, 1000, 12_000])
+@pytest.mark.parametrize("policy", [EvictionPolicy.LRU, EvictionPolicy.NONE])
+def test_roomy_table_holds_every_row(count, policy):
+    shape = plan_table_shape(EmbeddingTable.make("t", 1), count, load=layout.ROOMY_LOAD)
+    assert shape.capacity == count
+    twin = TwinTable(shape, 1, policy=policy)
+    keys = np.random.default_rng(5).integers(-(2**63), 2**63 - 1, count)
+    for start in range(0, count, shape.batch):
+        put_batch(twin, keys[start : start + shape.batch])
+        put_batch(twin, keys[max(0, start - 50) : start][: shape.batch])  # again: they take no row
+    assert (twin.evicted, twin.dropped, len(twin.resident())) == (0, 0, count)
+    check_invariants(twin)
+
+
+def test_fewer_slots_keep_most_rows():
+    """A packed table of all rows keeps 94 %; each slot more keeps more of them."""
+    keys = np.random.default_rng(6).integers(-(2**63), 2**63 - 1, 8000)
+    lost = []
+    for load in (1.0, 0.9, 0.7, layout.ROOMY_LOAD):
+        twin = TwinTable(plan_table_shape(EmbeddingTable.make("t", 1), 8000, load=load), 1)
+        for start in range(0, len(keys), 500):
+            put_batch(twin, keys[start : start + 500])
+        lost.append(twin.evicted)
+    assert 300 < lost[0] < 700
+    assert lost[0] > lost[1] > lost[2] >= lost[3] == 0
+    assert lost[1] < 200
+    assert lost[2] < 5
+
+
+def test_full_roomy_table_evicts_although_slots_are_empty():
+    shape = plan_table_shape(EmbeddingTable.make("t", 1), 600, load=layout.ROOMY_LOAD)
+    twin = TwinTable(shape, 1)
+    for start in range(0, 3000, 100):
+        put_batch(twin, np.arange(start, start + 100))
+        check_invariants(twin)
+    held = twin.resident()
+    assert 600 <= len(held) <= 600 + shape.batch
+    assert twin.evicted == 3000 - len(held) - twin.dropped
+    twin.evict(held[:300])
+    check_invariants(twin)
+    before = twin.evicted
+    put_batch(twin, np.arange(5000, 5300))
+    assert twin.evicted == before  # the evicted rows are used again
+    assert len(twin.resident()) == len(held)
+    check_invariants(twin)
 
 
 def test_lru_evicts_least_recently_used_rows():
@@ -252,11 +306,11 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=60)
-@given(OPERATIONS)
-def test_twin_table_agrees_with_a_dictionary(operations):
-    """The keys are fewer than the slots, so nothing is dropped."""
-    twin, held = TwinTable(SMALL, DIM), {}
+@settings(max_examples=80)
+@given(OPERATIONS, st.booleans())
+def test_twin_table_agrees_with_a_dictionary(operations, roomy):
+    """The keys are fewer than the slots and the rows, so nothing is dropped."""
+    twin, held = TwinTable(ROOMY if roomy else SMALL, DIM), {}
     for verb, listed, version in operations:
         keys = np.array(listed, np.int64)
         versions = (np.arange(len(keys)) % 2 + version).astype(np.uint64)

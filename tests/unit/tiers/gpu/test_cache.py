@@ -10,7 +10,16 @@ import pytest
 from hps.cuda import fetch as fetch_module
 from hps.cuda import launch, layout, loader
 from hps.cuda.fetch import FetchVariant
-from hps.cuda.layout import EMPTY, NO_ROW, ROW_MASK, SLOT, TOMBSTONE, EvictionPolicy
+from hps.cuda.layout import (
+    EMPTY,
+    NO_ROW,
+    NO_SLOT_ROW,
+    ROOMY_LOAD,
+    ROW_MASK,
+    SLOT,
+    TOMBSTONE,
+    EvictionPolicy,
+)
 from hps.cuda.loader import cupy
 from hps.cuda.twin import TwinTable
 from hps.errors import BadRequest, ConfigError, TierTimeout
@@ -67,7 +76,12 @@ def scores_of(policy, rng):
 def check(held):
     """Check that each row has one owner, each key occurs once in its half, and no slot is claimed."""
     slots = slots_of(held)
-    owned = np.concatenate([(slots["word"] & np.uint32(ROW_MASK)).reshape(-1), held.spare.get()])
+    numbers = (slots["word"] & np.uint32(ROW_MASK)).reshape(-1)
+    if held.shape.roomy:
+        empty = slots["word"].reshape(-1) >= EMPTY
+        assert (numbers[empty] == NO_SLOT_ROW).all()
+        numbers = numbers[~empty]
+    owned = np.concatenate([numbers, held.spare.get()[held.filled :]])
     np.testing.assert_array_equal(np.sort(owned), np.arange(held.shape.rows))
     assert not (slots["word"] & np.uint32(layout.CLAIMED)).any()
     at = np.nonzero(slots["word"] < EMPTY)
@@ -515,6 +529,57 @@ def test_static_table_holds_exactly_its_rows():
     ):
         with pytest.raises(BadRequest, match="static"):
             change()
+
+
+@pytest.mark.parametrize("count", [300, 20_000, 1_000_000, 10_000_000])
+def test_roomy_table_holds_every_row(count):
+    """As many rows as its capacity, inserted in small and large batches, some of them twice."""
+    table = EmbeddingTable.make("t", 8)
+    cache, cp = GpuCache({}), cupy()
+    cache.add_table(table, count, load=ROOMY_LOAD)
+    keys = cp.random.permutation(count).astype(np.int64) * 1_000_003
+    for some in (keys[:200], keys[100 : count // 2], keys[count // 3 :]):
+        rows = cp.repeat((some % 1021).astype(np.float32)[:, None], 8, axis=1)
+        cache.insert(table, some, rows, cp.full(len(some), NOW, np.uint64))
+    held = cache.held(table)
+    assert (held.evicted, held.dropped, cache.size(table)) == (0, 0, count)
+    assert cache.contains(table, keys).all()
+    if count <= 1_000_000:
+        check(held)
+        part = fetch(cache, table, keys.get())
+        expected = (part.keys % 1021).astype(np.float32)
+        np.testing.assert_array_equal(part.out.get(), np.repeat(expected[:, None], 8, axis=1))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+def test_roomy_table_keeps_its_capacity_under_churn(policy):
+    """Inserts beyond the capacity, evictions, deletions and a clear; each row keeps one owner."""
+    table, count = EmbeddingTable.make("t", 8), 20_000
+    cache, rng = GpuCache({}), np.random.default_rng(9)
+    cache.add_table(table, count, policy=policy, load=ROOMY_LOAD)
+    held = cache.held(table)
+    for turn in range(8):
+        keys = rng.integers(0, 3 * count, count // 2)
+        cache.insert(table, keys, distinct_rows(table, keys, turn), versions_of(keys, turn))
+        check(held)
+        if turn == 5:
+            assert count <= sum(held.count(cache.space.take_stream())) <= count + held.shape.batch
+            assert held.evicted > 0
+        gone = rng.integers(0, 3 * count, 3000)
+        cache.delete(table, gone[:1000], versions_of(gone[:1000], turn))
+        cache.evict(table, gone[1000:])
+        check(held)
+        assert cache.contains(table, gone).sum() == 0
+        keys = np.setdiff1d(keys, gone)
+        part = fetch(cache, table, keys)
+        found = np.setdiff1d(np.arange(len(keys)), part.missing)
+        np.testing.assert_array_equal(
+            part.out.get()[found], distinct_rows(table, keys[found], turn)
+        )
+        assert len(found) > 0.5 * len(keys)
+    cache.clear(table)
+    check(held)
+    assert (cache.size(table), held.filled) == (0, 0)
 
 
 def test_static_table_too_large_is_rejected_with_both_sizes():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hps.cuda.layout import EvictionPolicy
+from hps.cuda.layout import MOST_ROOMY_LOAD, ROOMY_LOAD, EvictionPolicy
 from hps.errors import ConfigError
 from hps.tiers.gpu.plan import GpuTableRequest, check_fits, device_bytes, host_bytes_of, plan_gpu
 from hps.types import EmbeddingTable
@@ -47,6 +47,45 @@ def test_pinned_memory_is_split_in_proportion():
     assert [place.host_rows for place in plan.values()] == [50_000, 50_000]
     plan = plan_gpu(tables, capacity_bytes=1 << 30, host_bytes=1 << 40)
     assert [place.host_rows for place in plan.values()] == [100_000, 100_000]
+
+
+def test_ample_memory_gives_every_row_a_slot():
+    """With capacity_bytes, a share of 1, or a capacity of the table's own."""
+    for requests, sizes in [
+        ({SMALL: GpuTableRequest(10_000)}, {"capacity_bytes": 1 << 30}),
+        ({SMALL: GpuTableRequest(10_000)}, {"capacity_bytes": 0, "share": 1.0}),
+        ({SMALL: GpuTableRequest(10_000, rows=10_000)}, {"capacity_bytes": 0, "share": 0.1}),
+        ({SMALL: GpuTableRequest(10_000, share=1.0)}, {"capacity_bytes": 0, "share": 0.1}),
+        (
+            {SMALL: GpuTableRequest(10_000, share=1.0), LARGE: GpuTableRequest(10**6)},
+            {"capacity_bytes": 1 << 26},
+        ),
+    ]:
+        plan = plan_gpu(requests, **sizes)
+        assert (plan[SMALL].rows, plan[SMALL].load) == (10_000, ROOMY_LOAD)
+        assert plan[SMALL].shape(SMALL).capacity == 10_000
+    assert plan[LARGE].load == 1
+
+
+def test_less_memory_gives_fewer_slots_and_then_fewer_rows():
+    tables = {LARGE: GpuTableRequest(100_000)}
+    sizes = range(27_000_000, 32_000_000, 250_000)
+    plans = [plan_gpu(tables, capacity_bytes=size)[LARGE] for size in sizes]
+    loads = [place.load for place in plans if place.rows == 100_000]
+    assert all(place.load == 1 for place in plans if place.rows < 100_000)
+    assert 1 < len(loads) < len(plans)
+    assert loads == sorted(loads, reverse=True)
+    assert loads[-1] == ROOMY_LOAD
+    assert any(ROOMY_LOAD < load < MOST_ROOMY_LOAD for load in loads)
+
+
+def test_free_memory_bounds_the_slots_but_not_the_rows():
+    tables = {LARGE: GpuTableRequest(100_000)}
+    loads = [
+        plan_gpu(tables, capacity_bytes=0, share=1.0, free_bytes=free)[LARGE].load
+        for free in (1 << 30, 33_000_000, 1000)
+    ]
+    assert loads[0] == ROOMY_LOAD < loads[1] < loads[2] == 1
 
 
 def test_static_tables_are_complete_and_on_device():
