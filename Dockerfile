@@ -27,10 +27,9 @@ RUN uv pip install --no-cache --python /opt/hps/bin/python --require-hashes -r r
 # -- dependencies-gpu: the same with CUDA, cuDNN, CuPy and onnxruntime-gpu ----------------------------
 FROM dependencies AS dependencies-gpu
 COPY requirements/gpu.txt requirements/
-# The two onnxruntimes fill one folder: the one for GPUs comes last, and stays.
-RUN uv pip install --cache-dir /tmp/uv --python /opt/hps/bin/python --require-hashes -r requirements/gpu.txt \
+# onnxruntime-gpu takes the place of onnxruntime: both fill the same folder.
+RUN uv pip uninstall --python /opt/hps/bin/python onnxruntime \
  && uv pip install --cache-dir /tmp/uv --python /opt/hps/bin/python --require-hashes -r requirements/gpu.txt \
-      --reinstall-package onnxruntime-gpu \
  && rm -rf /tmp/uv \
  && /opt/hps/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/hps/lib
 

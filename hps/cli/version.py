@@ -12,7 +12,8 @@ from hps.tools.output import print_table
 
 app = CommandApp(add_completion=False)
 
-PACKAGES = ("numpy", "onnxruntime", "rocksdict", "tritonclient", "fastapi", "uvicorn", "pyarrow")
+PACKAGES = ("numpy", "rocksdict", "tritonclient", "fastapi", "uvicorn", "pyarrow")
+ONNX_RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
 
 
 @app.command(epilog="Example: hps version --output json")
@@ -26,7 +27,7 @@ def version(options: ReportOptions) -> None:
         "system": f"{sys.platform} {platform.machine()}",
         "native core": "compiled" if COMPILED else "NumPy twins",
     }
-    facts |= {name: installed(name) or "not installed" for name in PACKAGES}
+    facts |= {name: installed(name) or "not installed" for name in (*PACKAGES, *ONNX_RUNTIMES)}
     options.report(facts, lambda facts: print_table(("", "version"), facts.items()))
 
 

@@ -52,7 +52,7 @@ class DenseSettings(StrictModel):
     """Execution of the dense networks."""
 
     provider: Literal["auto", "cpu", "cuda", "tensorrt"] = "auto"
-    """Device of ONNX Runtime; `auto`: CUDA if onnxruntime-gpu and a GPU are available."""
+    """Device of ONNX Runtime; `auto`: CUDA if onnxruntime-gpu and a GPU are available, else the CPU."""
     precision: Literal["float32", "float16"] = "float32"
     """Precision on a GPU; `float16` converts the network when it is loaded, except inputs and outputs."""
     tf32: bool = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from hps.errors import Unsupported
 
 FOLDER = Path(__file__).resolve().parent
+DEVICES = Path("/dev")
 FILES = {
     "fetch_kernel": "fetch.cu",
     "sweep_kernel": "fetch.cu",
@@ -76,6 +77,24 @@ def missing_requirement() -> str | None:
     except Unsupported as error:
         return str(error)
     return None
+
+
+def device_count() -> int:
+    """Return the number of GPUs that this process sees. Raises Unsupported without any."""
+    return int(cupy().cuda.runtime.getDeviceCount())
+
+
+def missing_device(numbers: Iterable[int], count: int) -> str | None:
+    """Return an error text for the first of ``tiers.gpu.devices`` that is not among ``count`` GPUs."""
+    for number in numbers:
+        if number >= count:
+            return f"tiers.gpu.devices names GPU {number}, but this machine has {count}, numbered from 0"
+    return None
+
+
+def has_gpu() -> bool:
+    """Look for any GPU device, usable or not: in a container, devices keep the machine's numbers."""
+    return any(DEVICES.glob("nvidia[0-9]*"))
 
 
 @cache

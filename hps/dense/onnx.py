@@ -5,26 +5,27 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cuda.loader import keep_device, missing_requirement
+from hps.cuda.loader import device_count, keep_device, missing_device, missing_requirement
 from hps.dense.base import NetworkTensor
-from hps.environment import disable_onnxruntime_telemetry
+from hps.dense.onnxruntime_loader import (
+    PROVIDERS,
+    Provider,
+    choose_provider,
+    import_onnxruntime,
+    load_failure,
+    preload_cuda,
+    quiet_logger,
+    report_unused_gpu,
+)
 from hps.errors import ConfigError, DenseModelError, ModelError
-
-Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
-_PROVIDERS = {"cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
-_LIBRARIES = {
-    "cuda": "CUDA and cuDNN",
-    "tensorrt": "libnvinfer and libnvonnxparser of TensorRT 10, and CUDA and cuDNN",
-}
 
 _DATATYPE_OF = {
     "tensor(bool)": "BOOL",
@@ -58,7 +59,7 @@ class OnnxModel:
 
     ``threads`` per run; 0: ONNX Runtime chooses. ``inline_us``: runs that take less, as measured by
     ``warm_up``, run on the caller's thread. Raises ``ModelError`` for a file that is not a usable
-    network and ``ConfigError`` for a provider that is not installed."""
+    network and ``ConfigError`` for a provider that cannot be used."""
 
     takes_device_arrays = False
     """`predict` takes host arrays only; the lanes of `hps.dense.lanes` take device arrays."""
@@ -71,29 +72,21 @@ class OnnxModel:
         inline_us: float = 150.0,
         gpu: GpuOptions | None = None,
     ) -> None:
-        disable_onnxruntime_telemetry()
-        import onnxruntime as ort
-
+        self._ort = import_onnxruntime()
         self.path = path
         self._gpu = gpu or GpuOptions()
         self._threads = threads
-        self._provider = _choose(ort, provider)
+        self._provider = choose_provider(self._ort, provider)
         self._beside: Callable[[], AbstractContextManager[None]] = nullcontext
         if self._provider:
-            _load_cuda(ort)
+            preload_cuda(self._ort)
             if missing_requirement() is None:  # ONNX Runtime changes the thread's device
                 self._beside = keep_device
         self._network: Any = str(path)
         if self._gpu.precision == "float16":
             self._network = self._narrowed(provider)
-        self._session = self._open(self._options_of(self._gpu.device, None))
+        self._session = self._open_chosen(provider)
         self.provider: str = self._session.get_providers()[0]
-        if provider in _PROVIDERS and self.provider != _PROVIDERS[provider]:
-            raise ConfigError(
-                f"dense.provider is {provider}, but ONNX Runtime fell back to {self.provider}: its "
-                f"libraries do not load ({_LIBRARIES[provider]}); install them (docs/gpu.md) or set "
-                "dense.provider: auto"
-            )
         self.inputs = tuple(_info(path, node) for node in self._session.get_inputs())
         self.outputs = tuple(_info(path, node) for node in self._session.get_outputs())
         self._names = [tensor.name for tensor in self.outputs]
@@ -113,7 +106,7 @@ class OnnxModel:
 
         ONNX Runtime's own recording is not used: a CUDA call of another thread at the same time, such
         as a write into the cache, makes it fail, and the request with it."""
-        return self._gpu.graphs and self.provider == _PROVIDERS["cuda"]
+        return self._gpu.graphs and self.provider == PROVIDERS["cuda"]
 
     def session_on(self, device: int, stream: int) -> Any:
         """Open one more session of the network on a stream of a device, for `lanes.py`."""
@@ -123,26 +116,59 @@ class OnnxModel:
 
     def run_options(self) -> Any:
         """Return the options of runs that do not wait for the device."""
-        import onnxruntime as ort
-
-        options = ort.RunOptions()
+        options = self._ort.RunOptions()
         options.log_severity_level = 4
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         # Disables ONNX Runtime's graph capture: its search for a missing entry costs 50 µs a run.
         options.add_run_config_entry("gpu_graph_id", "-1")
         return options
 
-    def _open(self, providers: list[Any]) -> Any:
-        import onnxruntime as ort
+    def _open_chosen(self, provider: Provider) -> Any:
+        """Open the first session: on the GPU, or on the CPU if there is none and ``provider`` is auto.
 
-        options = ort.SessionOptions()
+        Raises ConfigError if the configured provider cannot be used."""
+        if self._provider is None:
+            return self._open([])
+        why = None
+        if missing_requirement() is None:
+            why = missing_device([self._gpu.device], device_count())
+        if why is None:
+            session, why = self._open_on_gpu(provider)
+        if why is None:
+            return session
+        if provider != "auto":
+            raise ConfigError(
+                f"dense.provider is {provider}, but {why}; or set dense.provider: auto"
+            )
+        report_unused_gpu(why)
+        return self._open([])
+
+    def _open_on_gpu(self, provider: Provider) -> tuple[Any, str | None]:
+        """Open a session on the GPU; also return why it is not there, None if it is."""
+        try:
+            session = self._open(self._options_of(self._gpu.device, None))
+        except ModelError as error:
+            self._open([])  # raises if the network is at fault
+            reason = first_line(error.__cause__ or error)
+            return None, f"ONNX Runtime cannot use GPU {self._gpu.device}: {reason}"
+        used = session.get_providers()[0]
+        if used == self._provider:
+            return session, None
+        return session, f"ONNX Runtime fell back to {used}: {load_failure(self._ort, provider)}"
+
+    def _open(self, providers: list[Any]) -> Any:
+        options = self._ort.SessionOptions()
         options.intra_op_num_threads = self._threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 4  # errors are raised, not printed
         everywhere = [*providers, "CPUExecutionProvider"]
+        quiet = quiet_logger(self._ort) if providers else nullcontext()
         try:
-            with self._beside():
-                return ort.InferenceSession(self._network, options, providers=everywhere)
+            with self._beside(), quiet:
+                # No fallback: ONNX Runtime would print the error and go on without the GPU.
+                return self._ort.InferenceSession(
+                    self._network, options, providers=everywhere, enable_fallback=0
+                )
         except Exception as error:
             message = f"{self.path}: ONNX Runtime cannot load it: {first_line(error)}"
             raise ModelError(message) from error
@@ -225,30 +251,6 @@ class OnnxModel:
         """Do nothing: the session is freed with its last reference, after the last run in flight."""
 
 
-def _choose(ort: Any, provider: Provider) -> str | None:
-    """Choose the provider to use besides the CPU's; None: the CPU's alone."""
-    have = ort.get_available_providers()
-    if provider == "auto":
-        return "CUDAExecutionProvider" if "CUDAExecutionProvider" in have else None
-    if provider == "cpu":
-        return None
-    if _PROVIDERS[provider] not in have:
-        raise ConfigError(
-            f"dense.provider is {provider}, but this ONNX Runtime has only "
-            f"{', '.join(have)}; install onnxruntime-gpu over it (docs/gpu.md), or set it to auto"
-        )
-    return _PROVIDERS[provider]
-
-
-def _load_cuda(ort: Any) -> None:
-    """Load CUDA and cuDNN from pip's folders, if present; ONNX Runtime searches only those of the system.
-
-    Messages of libraries that fail to load are suppressed: a session without CUDA reports the error."""
-    if hasattr(ort, "preload_dlls"):  # since version 1.21
-        with redirect_stdout(StringIO()):
-            ort.preload_dlls()
-
-
 def convert_to_float16(path: Path) -> bytes:
     """Return the network of ``path`` with float16 weights and operators, its inputs and outputs unchanged."""
     try:
@@ -274,5 +276,5 @@ def _info(path: Path, node: Any) -> NetworkTensor:
     return NetworkTensor(node.name, datatype, shape)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from hps.config.cache_settings import GpuCacheSettings
 from hps.config.schema import ModelOverride, Settings, TableOverride
 from hps.cuda.layout import EvictionPolicy
-from hps.cuda.loader import missing_requirement
+from hps.cuda.loader import device_count, has_gpu, missing_device, missing_requirement
 from hps.dense.lanes import DeviceLanes
 from hps.dense.onnx import OnnxModel
 from hps.errors import ConfigError
@@ -191,17 +192,14 @@ class NodeGpus:
 
     def _is_available(self) -> bool:
         chosen = self._chosen
-        if (why := missing_requirement()) is None:
-            found = device_count()
-            missing = [device for device in chosen.devices if device >= found]
-            if not missing:
-                return True
-            why = f"tiers.gpu.devices names GPU {missing[0]}, but this machine has {found}, numbered from 0"
+        why = missing_requirement() or missing_device(chosen.devices, device_count())
+        if why is None:
+            return True
         if chosen.use == "required":
             raise ConfigError(
                 f"tiers.gpu.use is required, but {why}. Set it to auto to serve from the CPU cache"
             )
-        log.info("no GPU cache: %s; rows are served from the CPU cache", why)
+        report_unused(chosen, why)
         return False
 
     def _plan(self) -> Plan:
@@ -263,11 +261,11 @@ def runs_on_gpu(network: OnnxModel) -> bool:
     return not network.on_host
 
 
-def device_count() -> int:
-    """Number of GPUs that this process sees."""
-    from hps.cuda.loader import cupy
-
-    return int(cupy().cuda.runtime.getDeviceCount())
+def report_unused(chosen: GpuCacheSettings, why: str) -> None:
+    """Log why ``use: auto`` opens no GPU cache: as a warning if there is a GPU, or settings for one."""
+    expected = has_gpu() or chosen.model_fields_set - {"use"}
+    level = logging.WARNING if expected else logging.INFO
+    log.log(level, "no GPU cache: %s; rows are served from the CPU cache", why)
 
 
 def free_memory(device: int) -> int:

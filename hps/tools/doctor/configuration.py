@@ -10,6 +10,7 @@ from hps.tools.doctor.check import DoctorCheck, attempt, catch_errors
 from hps.tools.doctor.lookups import lookup_nodes
 from hps.tools.doctor.memory import memory
 from hps.tools.doctor.models import models
+from hps.tools.doctor.networks import configured_networks
 from hps.tools.doctor.ports import ports, running_server, url_of
 from hps.tools.doctor.servers import server
 from hps.tools.doctor.stores import redis, rocksdb
@@ -44,6 +45,11 @@ def configured(
         yield from catch_errors("lookup nodes", lookup_nodes(settings))
     else:
         yield from _rows(settings, versions)
+    if settings.dense.provider in ("cuda", "tensorrt") and settings.server.role in (
+        "all",
+        "frontend",
+    ):
+        yield attempt("dense.provider", partial(configured_networks, settings))
     if settings.dense.triton is not None and settings.server.role in ("all", "frontend"):
         networks = [version for version in versions if version.spec.dense is not None]
         yield from catch_errors("Triton", triton(settings.dense.triton, networks))

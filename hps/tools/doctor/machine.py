@@ -11,10 +11,9 @@ from pathlib import Path
 
 from hps.errors import HpsError
 from hps.tools.doctor.check import DoctorCheck
+from hps.tools.doctor.networks import networks_on_gpu, onnx_runtime
 from hps.tools.output import size
 
-DEVICES = Path("/dev")
-NETWORK = Path(__file__).parents[2] / "cli/demo_model/ctr/1/dense.onnx"
 OPEN_FILES = 4096
 SHM_BYTES = 256 << 20
 
@@ -26,10 +25,11 @@ def machine(*, alone: bool = True) -> Iterator[DoctorCheck]:
     yield python()
     yield version()
     yield packages()
+    yield onnx_runtime()
     yield native_core()
     yield gpu()
     if has_gpu():
-        yield networks()
+        yield networks_on_gpu()
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     if alone:
         yield shared_memory(Path("/dev/shm"))
@@ -85,8 +85,10 @@ def native_core() -> DoctorCheck:
 
 
 def has_gpu() -> bool:
-    """Look for any GPU device: in a container, devices keep the machine's numbers."""
-    return any(DEVICES.glob("nvidia[0-9]*"))
+    """Look for any GPU device, usable or not."""
+    from hps.cuda.loader import has_gpu as find
+
+    return find()
 
 
 def gpu() -> DoctorCheck:
@@ -100,21 +102,6 @@ def gpu() -> DoctorCheck:
             "GPU", "WARN", f"there is one, but {why}", "pip install 'hps-server[gpu]'"
         )
     return DoctorCheck("GPU", "OK", "there is one, and CuPy can use it")
-
-
-def networks() -> DoctorCheck:
-    """Check that ONNX Runtime runs networks on the GPU.
-
-    Its two packages install into one folder: the last one installed stays."""
-    from hps.dense.onnx import OnnxModel
-
-    try:
-        OnnxModel(NETWORK, "cuda")
-    except HpsError as error:
-        found = f"run on the CPU: {str(error).partition('; ')[0]}"
-        remedy = "pip install 'hps-server[gpu]', then pip install --force-reinstall --no-deps onnxruntime-gpu"
-        return DoctorCheck("networks", "WARN", found, remedy)
-    return DoctorCheck("networks", "OK", "ONNX Runtime runs them on the GPU")
 
 
 def open_files(limit: int) -> DoctorCheck:

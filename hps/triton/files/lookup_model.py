@@ -1,4 +1,4 @@
-"""Embedding lookup in Triton's python backend. Triton's Python needs the package hps-server."""
+"""Embedding lookup in Triton's python backend. Triton's Python needs the package hps-server[cpu]."""
 
 import json
 

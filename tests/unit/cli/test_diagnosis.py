@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -24,6 +25,7 @@ from hps.tools.doctor import (
     clocks,
     machine,
     memory,
+    networks,
     ports,
     servers,
     stores,
@@ -93,27 +95,73 @@ def test_unusable_gpu_is_a_warning(
 ) -> None:
     monkeypatch.setattr("hps.cuda.loader.missing_requirement", lambda: missing)
     (tmp_path / "nvidia3").touch()  # what a container has that is given one of four
-    monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    monkeypatch.setattr("hps.cuda.loader.DEVICES", tmp_path)
     check = machine.gpu()
     assert check.verdict == verdict
     assert (missing or "CuPy can use it") in check.found
     assert any(each.name == "networks" for each in machine.machine())
-    monkeypatch.setattr(machine, "DEVICES", tmp_path / "none")
+    monkeypatch.setattr("hps.cuda.loader.DEVICES", tmp_path / "none")
     assert "serves from the CPU" in machine.gpu().found
     assert not any(each.name == "networks" for each in machine.machine())
 
 
+PACKAGES = "hps.dense.onnxruntime_loader.installed_packages"
+
+
 def test_missing_cuda_provider_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
-    check = machine.networks()
+    monkeypatch.setattr(PACKAGES, lambda: ("onnxruntime",))
+    check = networks.networks_on_gpu()
     assert check.verdict == "WARN"
-    assert "has only" in check.found
-    assert "--no-deps onnxruntime-gpu" in check.remedy
+    assert check.found == "run on the CPU: the package onnxruntime is installed, for the CPU"
+    assert "pip uninstall -y onnxruntime onnxruntime-gpu, then" in check.remedy
+    assert "pip install 'hps-server[gpu]'" in check.remedy
 
 
 def test_network_that_runs_on_the_gpu_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hps.dense.onnx.OnnxModel", lambda path, _provider: path.read_bytes())
-    assert machine.networks().verdict == "OK"
+    assert networks.networks_on_gpu().verdict == "OK"
+
+
+@pytest.mark.parametrize(
+    ("packages", "verdict", "found", "remedy"),
+    [
+        (("onnxruntime",), "OK", "onnxruntime 1.", ""),
+        (("onnxruntime-gpu",), "OK", "onnxruntime-gpu 1.", ""),
+        ((), "WARN", "not installed", "'hps-server[cpu]', or 'hps-server[gpu]'"),
+        (("onnxruntime", "onnxruntime-gpu"), "WARN", "are both installed", "pip uninstall -y"),
+    ],
+)
+def test_onnx_runtime_is_one_package(
+    packages: tuple[str, ...],
+    verdict: str,
+    found: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PACKAGES, lambda: packages)
+    check = networks.onnx_runtime()
+    assert check.verdict == verdict
+    assert found in check.found
+    assert remedy in check.remedy
+
+
+def test_onnx_runtime_that_lost_its_files_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PACKAGES, lambda: ("onnxruntime-gpu",))
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    check = networks.onnx_runtime()
+    assert (check.verdict, "does not load" in check.found) == ("FAIL", True)
+    assert check.remedy == "pip install --force-reinstall --no-deps onnxruntime-gpu"
+
+
+def test_configured_provider_that_is_missing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
+    monkeypatch.setattr(PACKAGES, lambda: ("onnxruntime",))
+    settings = configuration_from({"dense": {"provider": "cuda"}}, environ={}).settings
+    with pytest.raises(
+        ConfigError, match=r"dense\.provider is cuda, but the package onnxruntime is"
+    ):
+        networks.configured_networks(settings)
 
 
 def test_error_is_shown_in_full() -> None:

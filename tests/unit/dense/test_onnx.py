@@ -1,9 +1,7 @@
 """OnnxModel, and the check of a network against model.yaml."""
 
-import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -11,11 +9,9 @@ import pytest
 from onnx import TensorProto as T
 from onnx import helper as h
 
-from hps.cuda import loader
-from hps.dense import onnx as module
 from hps.dense.base import NetworkTensor, check_network
-from hps.dense.onnx import GpuOptions, OnnxModel, convert_to_float16
-from hps.errors import ConfigError, DenseModelError, ModelError
+from hps.dense.onnx import OnnxModel, convert_to_float16
+from hps.errors import DenseModelError, ModelError
 from tests.support.onnx_networks import network
 
 
@@ -126,164 +122,6 @@ def test_tensor_type_outside_the_protocol_is_a_model_error(tmp_path):
         OnnxModel(path, "cpu")
 
 
-# -- providers -----------------------------------------------------------------------------------
-
-
-class _FakeRuntime:
-    """A fake `onnxruntime` module.
-
-    ``available``: its providers; ``used``: those that its sessions report, None for the requested ones.
-    """
-
-    class SessionOptions:
-        pass
-
-    def __init__(self, available, used):
-        self._available, self._used = available, used
-        self.requested = None
-        self.preloaded = 0
-
-    def preload_dlls(self):
-        """Count the call, and print a missing library as ONNX Runtime does."""
-        self.preloaded += 1
-        print("Failed to load libcublas.so.13")
-
-    def get_available_providers(self):
-        return self._available
-
-    def InferenceSession(self, path, options, providers):
-        self.requested = providers
-        self.options = options
-        runtime = self
-
-        class Session:
-            def get_providers(self):
-                return runtime._used or [p if isinstance(p, str) else p[0] for p in providers]
-
-            def get_inputs(self):
-                return []
-
-            get_outputs = get_inputs
-
-        return Session()
-
-
-CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-TENSORRT = "TensorrtExecutionProvider"
-
-
-@pytest.mark.parametrize(
-    ("provider", "available", "requested"),
-    [
-        ("auto", [CUDA, CPU], [CUDA, CPU]),
-        ("auto", [CPU], [CPU]),
-        ("cpu", [CUDA, CPU], [CPU]),
-        ("cuda", [CUDA, CPU], [CUDA, CPU]),
-    ],
-)
-def test_provider_setting_selects_execution_providers(
-    monkeypatch, capfd, provider, available, requested
-):
-    runtime = _FakeRuntime(available, None)
-    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
-    assert OnnxModel(Path("x.onnx"), provider, threads=3).provider == requested[0]
-    assert runtime.preloaded == (requested[0] == CUDA)
-    assert capfd.readouterr().out == ""
-    assert [each if isinstance(each, str) else each[0] for each in runtime.requested] == requested
-    assert runtime.options.intra_op_num_threads == 3
-
-
-def test_cuda_uses_tf32_only_when_configured(monkeypatch):
-    runtime = _FakeRuntime([CUDA, CPU], None)
-    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
-    OnnxModel(Path("x.onnx"), "cuda")
-    assert runtime.requested[0] == (CUDA, {"device_id": "0", "use_tf32": "0"})
-    OnnxModel(Path("x.onnx"), "cuda", gpu=GpuOptions(device=1, tf32=True))
-    assert runtime.requested[0] == (CUDA, {"device_id": "1", "use_tf32": "1"})
-
-
-def test_lane_session_uses_its_device_and_stream(monkeypatch):
-    runtime = _FakeRuntime([CUDA, CPU], None)
-    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
-    model = OnnxModel(Path("x.onnx"), "cuda")
-    model.session_on(1, 4711)
-    name, options = runtime.requested[0]
-    assert name == CUDA
-    assert options["device_id"] == "1"
-    assert options["user_compute_stream"] == "4711"
-
-
-def test_cuda_runs_are_recorded_unless_graphs_are_off(monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", _FakeRuntime([CUDA, CPU], None))
-    assert OnnxModel(Path("x.onnx"), "cuda").records
-    assert not OnnxModel(Path("x.onnx"), "cuda", gpu=GpuOptions(graphs=False)).records
-    monkeypatch.setitem(sys.modules, "onnxruntime", _FakeRuntime([TENSORRT, CUDA, CPU], None))
-    assert not OnnxModel(Path("x.onnx"), "tensorrt").records
-
-
-def test_tensorrt_gets_the_float16_option(monkeypatch):
-    runtime = _FakeRuntime([TENSORRT, CUDA, CPU], None)
-    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
-    OnnxModel(Path("x.onnx"), "tensorrt", gpu=GpuOptions(precision="float16"))
-    assert runtime.requested[0] == (TENSORRT, {"device_id": "0", "trt_fp16_enable": "1"})
-    assert [each[0] for each in runtime.requested[1:-1]] == [CUDA]
-
-
-def test_missing_or_broken_tensorrt_is_a_config_error(monkeypatch):
-    """onnxruntime-gpu has the provider, but does not contain TensorRT itself."""
-    runtime = _FakeRuntime([CUDA, CPU], None)
-    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
-    with pytest.raises(
-        ConfigError, match=r"is tensorrt, .* has only CUDA.*install onnxruntime-gpu"
-    ):
-        OnnxModel(Path("x.onnx"), "tensorrt")
-    for used in ([CUDA, CPU], [CPU]):
-        monkeypatch.setitem(sys.modules, "onnxruntime", _FakeRuntime([TENSORRT, CUDA, CPU], used))
-        message = (
-            rf"fell back to {used[0]}: .*libnvinfer .*of TensorRT .*docs/gpu.md.*provider: auto"
-        )
-        with pytest.raises(ConfigError, match=message):
-            OnnxModel(Path("x.onnx"), "tensorrt")
-
-
-def test_gpu_network_restores_the_threads_current_device(monkeypatch):
-    """ONNX Runtime changes the thread's current device to its own and does not restore it."""
-    current = SimpleNamespace(device=0)
-    cuda = SimpleNamespace(
-        getDevice=lambda: current.device, setDevice=lambda n: setattr(current, "device", n)
-    )
-    devices_at_run = []
-
-    class Runtime(_FakeRuntime):
-        def InferenceSession(self, path, options, providers):
-            session = super().InferenceSession(path, options, providers)
-
-            def run(names, inputs):
-                devices_at_run.append(current.device)
-                current.device = 2
-                return []
-
-            session.run = run
-            current.device = 2
-            return session
-
-    monkeypatch.setitem(sys.modules, "onnxruntime", Runtime([CUDA, CPU], None))
-    monkeypatch.setattr(module, "missing_requirement", lambda: None)
-    monkeypatch.setattr(loader, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=cuda)))
-    model = OnnxModel(Path("x.onnx"), "cuda", gpu=GpuOptions(device=2))
-    assert current.device == 0
-    current.device = 1
-    model.predict({})
-    model.session_on(2, 0)
-    assert (devices_at_run, current.device) == ([1], 1)
-
-
-def test_float16_on_a_cpu_is_a_config_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", _FakeRuntime([CPU], None))
-    with pytest.raises(ConfigError, match="a CPU is slower in float16"):
-        OnnxModel(Path("x.onnx"), "auto", gpu=GpuOptions(precision="float16"))
-
-
 def test_float16_conversion_keeps_float32_inputs_and_outputs(tmp_path):
     weights = h.make_tensor("w", T.FLOAT, [3, 2], np.linspace(-1, 1, 6, dtype=np.float32))
     path = write_network(
@@ -303,23 +141,6 @@ def test_float16_conversion_keeps_float32_inputs_and_outputs(tmp_path):
         np.testing.assert_allclose(narrow.predict(fed)[name], values, rtol=2e-2, atol=2e-2)
     kinds = {t.data_type for t in onnx.load(tmp_path / "narrow.onnx").graph.initializer}
     assert kinds == {T.FLOAT16}
-
-
-def test_missing_cuda_provider_is_a_config_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", _FakeRuntime([CPU], None))
-    with pytest.raises(ConfigError, match="install onnxruntime-gpu over it"):
-        OnnxModel(Path("x.onnx"), "cuda")
-
-
-def test_cuda_provider_that_fails_to_load_is_an_error_unless_auto(monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", _FakeRuntime([CUDA, CPU], [CPU]))
-    with pytest.raises(ConfigError, match=f"fell back to {CPU}"):
-        OnnxModel(Path("x.onnx"), "cuda")
-    assert OnnxModel(Path("x.onnx"), "auto").provider == CPU
-
-
-def test_first_line_of_an_empty_error_is_its_class_name():
-    assert module.first_line(ValueError()) == "ValueError"
 
 
 # -- model.yaml ----------------------------------------------------------------------------------

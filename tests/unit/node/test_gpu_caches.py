@@ -669,6 +669,31 @@ def test_missing_gpu_is_logged(open_node, caplog):
         node.lookup_on_device("m", {"user": [1]})
 
 
+@pytest.mark.parametrize(
+    ("gpu", "visible", "level"),
+    [
+        ({}, False, logging.INFO),
+        ({"use": "auto"}, False, logging.INFO),
+        ({"devices": [0]}, False, logging.WARNING),
+        ({}, True, logging.WARNING),
+    ],
+)
+def test_missing_gpu_is_a_warning_if_one_was_expected(
+    open_node, caplog, monkeypatch, gpu, visible, level
+):
+    """By the settings, or because the machine has one, whose package or driver is at fault."""
+    monkeypatch.setattr(gpu_caches, "has_gpu", lambda: visible)
+    caplog.set_level(logging.INFO, "hps.node.gpu_caches")
+    open_node(gpus=None, gpu=gpu)
+    (line,) = [each for each in caplog.records if "no GPU cache" in each.message]
+    assert line.levelno == level
+
+
+def test_gpu_that_does_not_exist_is_a_warning_under_auto(open_node, caplog):
+    open_node(gpus=1, gpu={"devices": [1]})
+    assert "names GPU 1, but this machine has 1, numbered from 0; rows are served" in caplog.text
+
+
 def test_required_but_missing_gpu_raises_config_error(open_node, monkeypatch):
     with pytest.raises(ConfigError, match=r"tiers.gpu.use is required, but the GPU cache needs"):
         open_node(gpus=None, gpu={"use": "required"})
