@@ -1,4 +1,4 @@
-"""Control groups of this process, and the cores that it may use."""
+"""Control groups of this process, and the cores and the memory that it may use."""
 
 from __future__ import annotations
 
@@ -49,3 +49,29 @@ def _quotas(proc: Path, groups: Path) -> Iterator[float]:
             )
             if int(quota) > 0:
                 yield int(quota) / int(period)
+
+
+def memory_left(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
+    """Bytes that this process's groups may still allocate, file cache that can be dropped included.
+
+    None without a limit."""
+    files = {
+        "": ("memory.max", "memory.current", "inactive_file"),
+        "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    left = []
+    for controller, names in files.items():
+        with suppress(OSError):
+            for group in own_groups(controller, proc, groups):
+                with suppress(OSError, ValueError):  # no limit is "max"
+                    left.append(_memory_left(group, *names))
+    return min(left, default=None)
+
+
+def _memory_left(group: Path, limit: str, usage: str, inactive: str) -> int:
+    free = int((group / limit).read_text()) - int((group / usage).read_text())
+    for line in (group / "memory.stat").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name == inactive:
+            free += int(value)
+    return max(0, free)

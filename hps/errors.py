@@ -2,6 +2,7 @@
 
 HpsError
 ├── ConfigError, ModelError
+│   └── GpuMemoryError (a ConfigError)
 ├── NotFound, BadRequest, DeadlineExceeded, Unsupported
 ├── Unavailable
 ├── Unauthenticated, Forbidden
@@ -20,6 +21,10 @@ class HpsError(Exception):
 
 class ConfigError(HpsError):
     """Invalid setting, settings file or model.yaml; the process exits with code 2."""
+
+
+class GpuMemoryError(ConfigError):
+    """A GPU has less free memory than the settings need; a GPU that is optional is not used then."""
 
 
 class ModelError(HpsError):

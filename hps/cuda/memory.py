@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from hps.cgroups import memory_left
 from hps.cuda import layout
 from hps.cuda.layout import GpuTableShape
 from hps.cuda.loader import cupy
-from hps.errors import ConfigError
+from hps.errors import ConfigError, GpuMemoryError
 from hps.types import EmbeddingTable
 
 _MEMINFO = Path("/proc/meminfo")
@@ -47,8 +48,12 @@ def _uuid_of(device: int) -> UUID:
 
 
 def free_host_bytes() -> int:
-    """Return the bytes of host memory that can be allocated without taking any from other processes."""
-    return int(_MEMINFO.read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    """Return the bytes of host memory that can be allocated without taking any from other processes.
+
+    A limit of the container counts."""
+    free = int(_MEMINFO.read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    left = memory_left()
+    return free if left is None else min(free, left)
 
 
 def pinned(table: EmbeddingTable, shape: GpuTableShape) -> Any:
@@ -66,13 +71,13 @@ def pinned(table: EmbeddingTable, shape: GpuTableShape) -> Any:
         raise _too_much_pinned(table, shape) from error
 
 
-def out_of_memory_error(table: EmbeddingTable, shape: GpuTableShape) -> ConfigError:
+def out_of_memory_error(table: EmbeddingTable, shape: GpuTableShape) -> GpuMemoryError:
     """Make the error for arrays of ``shape`` that do not fit on the device."""
     free = free_bytes()
     fitting = layout.fitting_capacity(
-        table, _suggested_bytes(free, shape.bytes), scored=shape.scored, load=shape.load
+        table, suggested_bytes(free, shape.bytes), scored=shape.scored, load=shape.load
     )
-    return ConfigError(
+    return GpuMemoryError(
         f"the GPU cache of table {table.id} needs {shape.bytes:,} bytes for "
         f"{shape.capacity:,} rows, and {free:,} are free on the device; at most "
         f"{fitting:,} rows fit"
@@ -81,7 +86,7 @@ def out_of_memory_error(table: EmbeddingTable, shape: GpuTableShape) -> ConfigEr
 
 def _too_much_pinned(table: EmbeddingTable, shape: GpuTableShape) -> ConfigError:
     size, free = shape.host_bytes, free_host_bytes()
-    fitting = _suggested_bytes(free, size)
+    fitting = suggested_bytes(free, size)
     return ConfigError(
         f"the GPU cache of table {table.id} needs {size:,} bytes of pinned host memory for "
         f"{shape.host_rows:,} rows, and {free:,} are free on the host; at most {fitting // shape.stride:,} "
@@ -91,19 +96,19 @@ def _too_much_pinned(table: EmbeddingTable, shape: GpuTableShape) -> ConfigError
 
 @contextmanager
 def allocate_buffers(what: str) -> Iterator[None]:
-    """Convert failed allocations of ``what``, on the device or in pinned host memory, to ConfigError."""
+    """Convert failed allocations of ``what``, on the device or in pinned host memory, to GpuMemoryError."""
     cp = cupy()
     try:
         yield
     except (cp.cuda.memory.OutOfMemoryError, cp.cuda.runtime.CUDARuntimeError) as error:
         if getattr(error, "status", _NO_MEMORY) != _NO_MEMORY:
             raise
-        raise ConfigError(
+        raise GpuMemoryError(
             f"the GPU cache finds no memory for {what}: {error}; {free_bytes():,} bytes are free on the "
             f"device, {free_host_bytes():,} on the host. Lower tiers.gpu.workspaces, or leave the device more"
         ) from error
 
 
-def _suggested_bytes(free: int, requested: int) -> int:
+def suggested_bytes(free: int, requested: int) -> int:
     """Return the bytes to suggest after an allocation of ``requested`` bytes has failed."""
     return int(min(free, requested) * (1 - _KEEP_FREE))

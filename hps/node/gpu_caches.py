@@ -13,15 +13,17 @@ from contextlib import ExitStack
 from typing import Any
 
 from hps.config.cache_settings import GpuCacheSettings
-from hps.config.schema import ModelOverride, Settings, TableOverride
+from hps.config.schema import Settings
 from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import device_count, has_gpu, missing_device, missing_requirement
+from hps.cuda.memory import free_host_bytes
 from hps.dense.lanes import DeviceLanes
 from hps.dense.onnx import OnnxModel
-from hps.errors import ConfigError
+from hps.errors import ConfigError, GpuMemoryError
 from hps.lookup.engine import Promote
 from hps.lookup.gpu.device_lookup import DeviceLookup
 from hps.lookup.gpu.miss_fill import HostCaches
+from hps.node.gpu_plan import check_memory, plan_of_settings
 from hps.node.model_opening import OpenedModel
 from hps.node.tier_status import TierStatus
 from hps.observability.meters import LookupMeter, TierMeter
@@ -35,20 +37,12 @@ from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
 from hps.tiers.fused_lookup import fused_lookup_of
 from hps.tiers.gpu.memory import publish_memory
-from hps.tiers.gpu.plan import (
-    GpuTableRequest,
-    Plan,
-    check_fits,
-    device_bytes,
-    host_bytes_of,
-    plan_gpu,
-)
+from hps.tiers.gpu.plan import Plan, device_bytes, host_bytes_of
 from hps.tiers.gpu.replicas import GpuReplicas
 from hps.tiers.wrappers import MeteredTier, PromotingTier
 from hps.types import EmbeddingTable
 
 log = logging.getLogger(__name__)
-_POLICIES = {"lru": EvictionPolicy.LRU, "lfu": EvictionPolicy.LFU, "version": EvictionPolicy.SCORE}
 _COUNT_AGAIN_S = 5.0
 _SWITCH_S = 5e-5
 
@@ -79,15 +73,20 @@ class NodeGpus:
         """Allocate the caches in the sizes of the settings; None without a GPU.
 
         Raises ConfigError, before it allocates anything, for GPUs that do not exist or have too little
-        memory."""
+        memory. With ``use: auto``, a warning is logged instead."""
         if self._chosen.use == "off" or not self._is_available():
             return None
         # After it waited for a device, a thread must not wait that long again for the interpreter lock.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
-        plan = self._plan()
+        try:
+            plan = self._plan()
+            caches = self._open_caches(plan)
+        except GpuMemoryError as error:
+            if self._chosen.use == "required":
+                raise
+            log.warning("no GPU cache: %s; rows are served from the CPU cache", error)
+            return None
         self.static = [table for table, planned in plan.items() if planned.static]
-        self._check_static_tables()
-        caches = [self._cache(device, plan) for device in self._chosen.devices]
         by_version = [
             table
             for table, planned in plan.items()
@@ -97,15 +96,6 @@ class NodeGpus:
         self._resources.callback(self.replicas.close)
         publish_memory(self._metrics, self._chosen.devices, self._resources)
         return self._status(self.replicas, plan)
-
-    def _check_static_tables(self) -> None:
-        updates = self._settings.updates
-        if self.static and (updates.kafka or updates.directory):
-            source = "updates.kafka" if updates.kafka else "updates.directory"
-            raise ConfigError(
-                f"table {self.static[0].id} is static in the GPU cache (gpu_static, tiers.gpu.static), which "
-                f"takes no updates from {source}; serve it with gpu_static: false"
-            )
 
     def _status(self, replicas: GpuReplicas, plan: Plan) -> TierStatus:
         tables = [table for table, planned in plan.items() if planned.rows]
@@ -203,32 +193,27 @@ class NodeGpus:
         return False
 
     def _plan(self) -> Plan:
-        chosen = self._chosen
-        plan = plan_gpu(
-            {
-                table: self._table_request(table, model.version.tables[name].rows)
-                for model in self._opened
-                for name, table in model.tables.items()
-            },
-            capacity_bytes=chosen.capacity_bytes,
-            host_bytes=chosen.host_bytes,
-            share=chosen.share,
-        )
-        for device in chosen.devices:
-            check_fits(plan, free_memory(device), device)
+        rows = {
+            table: model.version.tables[name].rows
+            for model in self._opened
+            for name, table in model.tables.items()
+        }
+        free = {device: free_memory(device) for device in self._chosen.devices}
+        plan = plan_of_settings(self._settings, rows, min(free.values()))
+        check_memory(plan, free, free_host_bytes())
         return plan
 
-    def _table_request(self, table: EmbeddingTable, rows: int) -> GpuTableRequest:
-        chosen = self._chosen
-        models = self._settings.models.serve or {}
-        override = models.get(table.model) or ModelOverride()
-        own = override.tables.get(table.name) or TableOverride()
-        static = chosen.static if own.gpu_static is None else own.gpu_static
-        policy = _POLICIES[own.gpu_eviction or chosen.eviction]
-        return GpuTableRequest(rows, own.gpu_rows, own.gpu_share, policy, static)
+    def _open_caches(self, plan: Plan) -> list[Any]:
+        """Open a cache on each device; if one fails, close the others."""
+        with ExitStack() as opened:
+            caches = [self._cache(device, plan, opened) for device in self._chosen.devices]
+            opened.pop_all()
+            return caches
+        raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
 
-    def _cache(self, device: int, plan: Plan) -> Any:
+    def _cache(self, device: int, plan: Plan, opened: ExitStack) -> Any:
         cache = open_cache(device, self._chosen.workspaces)
+        opened.callback(cache.close)
         for table, planned in plan.items():
             cache.add_table(
                 table,

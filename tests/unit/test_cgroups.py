@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hps.cgroups import available_cores, own_groups
+from hps.cgroups import available_cores, memory_left, own_groups
 from hps.config.dense_settings import DenseSettings
 from hps.node.serving_context import dense_concurrency
 
@@ -77,3 +77,39 @@ def test_networks_in_the_process_run_on_no_more_threads_than_cores(
 ):
     monkeypatch.setattr("hps.node.serving_context.available_cores", lambda: there)
     assert dense_concurrency(DenseSettings.model_validate(dense)) == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "left"),
+    [
+        ("0::/hps\n", {"hps/memory.max": "1000\n", "hps/memory.current": "900\n"}, 140),
+        ("0::/hps\n", {"hps/memory.max": "max\n", "hps/memory.current": "900\n"}, None),
+        ("0::/hps\n", {"hps/memory.max": "100\n", "hps/memory.current": "900\n"}, 0),
+        (
+            "4:memory:/hps\n0::/\n",
+            {
+                "memory/hps/memory.limit_in_bytes": "1000\n",
+                "memory/hps/memory.usage_in_bytes": "900\n",
+                "memory/memory.limit_in_bytes": "800\n",
+                "memory/memory.usage_in_bytes": "750\n",
+            },
+            110,
+        ),
+    ],
+)
+def test_memory_left_counts_limits_and_file_cache_that_can_be_dropped(
+    tmp_path, groups, files, left
+):
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text(groups)
+    for path, text in files.items():
+        at = tmp_path / path
+        at.parent.mkdir(parents=True, exist_ok=True)
+        at.write_text(text)
+        stat = "anon 5\ninactive_file 40\ntotal_inactive_file 60\n"
+        (at.parent / "memory.stat").write_text(stat)
+    assert memory_left(tmp_path, tmp_path) == left
+
+
+def test_memory_left_is_unknown_without_groups(tmp_path):
+    assert memory_left(tmp_path, tmp_path) is None

@@ -13,7 +13,8 @@ from hps.cuda.layout import (
     GpuTableShape,
     plan_table_shape,
 )
-from hps.errors import ConfigError
+from hps.cuda.memory import suggested_bytes
+from hps.errors import ConfigError, GpuMemoryError
 from hps.tiers.capacity import EMPTY_TABLE_ROWS
 from hps.types import EmbeddingTable
 
@@ -128,17 +129,31 @@ def _least_load(planned: Callable[[float], Plan], limit: float) -> float:
 
 
 def check_fits(plan: Plan, free_bytes: int, device: int) -> None:
-    """Raise ConfigError, with both sizes, unless ``plan`` fits into the free memory of ``device``."""
+    """Raise GpuMemoryError, with both sizes, unless ``plan`` fits into the free memory of ``device``."""
     needed = device_bytes(plan)
     if needed <= free_bytes:
         return
     largest = max(plan, key=lambda t: device_bytes({t: plan[t]}))
     size = device_bytes({largest: plan[largest]})
-    raise ConfigError(
+    raise GpuMemoryError(
         f"the GPU cache needs {needed:,} bytes on GPU {device}, and {free_bytes:,} are free there; the "
         f"largest table is {largest.id} with {plan[largest].rows:,} rows in {size:,} bytes. Lower "
         f"tiers.gpu.capacity_bytes to at most {free_bytes:,}"
         + (", or serve it without gpu_static" if plan[largest].static else ", or tiers.gpu.share")
+    )
+
+
+def check_pinned(plan: Plan, devices: int, free_bytes: int) -> None:
+    """Raise ConfigError unless the pinned rows of ``plan``, once for each device, fit into the free memory
+    of the host."""
+    each = host_bytes_of(plan)
+    needed, fitting = devices * each, suggested_bytes(free_bytes, free_bytes)
+    if needed <= fitting:
+        return
+    parts = f" ({each:,} for each of {devices} GPUs)" if devices > 1 else ""
+    raise ConfigError(
+        f"the GPU cache needs {needed:,} bytes of pinned host memory{parts}, and {free_bytes:,} are "
+        f"available on the host. Lower tiers.gpu.host_bytes to at most {fitting // devices:,}"
     )
 
 

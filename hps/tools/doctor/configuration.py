@@ -76,9 +76,14 @@ def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[Doct
     only."""
     own = settings.server.role != "ingest"
     total = sum(files.bytes for version in versions for files in version.tables.values())
-    tables = [table for version in versions for table in version.embedding_tables().values()]
+    rows = {
+        table: version.tables[name].rows
+        for version in versions
+        for name, table in version.embedding_tables().items()
+    }
+    tables = list(rows)
     if own:
-        yield from catch_errors("memory", memory(settings, total))
+        yield from catch_errors("memory", memory(settings, total, rows))
     if own:
         yield attempt("folders", partial(_folders, settings))
     if own and settings.tiers.rocksdb.enabled:

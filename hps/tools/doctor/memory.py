@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hps.tools.doctor import machine
-from hps.tools.doctor.check import DoctorCheck
+from hps.tools.doctor.check import DoctorCheck, Verdict
 from hps.tools.output import plural, size
 
 if TYPE_CHECKING:
     from hps.config.schema import Settings
+    from hps.types import EmbeddingTable
+
+    TableRows = Mapping[EmbeddingTable, int]
 
 _CGROUPS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -25,13 +28,13 @@ _CGROUPS = (
 _FOR_CACHES = 0.8
 
 
-def memory(settings: Settings, table_bytes: int) -> Iterator[DoctorCheck]:
-    """Check total, shared and locked memory; ``table_bytes``: size of all served rows."""
+def memory(settings: Settings, table_bytes: int, table_rows: TableRows) -> Iterator[DoctorCheck]:
+    """Check total, shared, locked and GPU memory; ``table_bytes``: size of all served rows."""
     yield processes(settings, table_bytes)
     wanted = cache_bytes(settings, table_bytes) + settings.tiers.rocksdb.block_cache_bytes
-    pinned = pinned_bytes(settings) if machine.has_gpu() else 0
+    pinned = pinned_bytes(settings, table_rows) if machine.has_gpu() else 0
     yield enough(wanted + pinned, limit())
-    yield from gpus(settings)
+    yield from gpus(settings, table_rows)
     triton = settings.dense.triton
     if settings.server.shared_memory or (triton is not None and triton.shared_memory == "system"):
         yield machine.shared_memory(Path("/dev/shm"))
@@ -39,9 +42,11 @@ def memory(settings: Settings, table_bytes: int) -> Iterator[DoctorCheck]:
         yield locked(pinned, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
 
 
-def gpus(settings: Settings) -> Iterator[DoctorCheck]:
+def gpus(settings: Settings, table_rows: TableRows) -> Iterator[DoctorCheck]:
     """Check that the configured GPUs exist and have room for the rows."""
     from hps.cuda.loader import cupy, missing_requirement
+    from hps.node.gpu_plan import plan_of_settings
+    from hps.tiers.gpu.plan import device_bytes
 
     wanted, name = settings.tiers.gpu, "tiers.gpu"
     if wanted.use == "off":
@@ -51,7 +56,7 @@ def gpus(settings: Settings) -> Iterator[DoctorCheck]:
             remedy = "give this machine or container its GPUs, or set tiers.gpu.use to auto"
             yield DoctorCheck(name, "FAIL", f"use is required, but {why}", remedy)
         return
-    cuda = cupy().cuda
+    cuda, needed = cupy().cuda, device_bytes(plan_of_settings(settings, table_rows))
     there = cuda.runtime.getDeviceCount()
     for number in wanted.devices:
         if number >= there:
@@ -59,11 +64,13 @@ def gpus(settings: Settings) -> Iterator[DoctorCheck]:
             yield DoctorCheck(name, "FAIL", f"device {number} of {there} (from 0 on)", remedy)
             continue
         free, total = cuda.Device(number).mem_info
-        found = f"device {number}: {size(free)} of {size(total)} free, {size(wanted.capacity_bytes)} wanted"
-        if wanted.capacity_bytes <= total:
+        found = f"device {number}: {size(free)} of {size(total)} free, the rows take {size(needed)}"
+        if needed <= total:
             yield DoctorCheck(name, "OK", found)
-        else:
-            yield DoctorCheck(name, "FAIL", found, "lower tiers.gpu.capacity_bytes")
+            continue
+        verdict: Verdict = "FAIL" if wanted.use == "required" else "WARN"
+        remedy = "lower tiers.gpu.capacity_bytes or tiers.gpu.share"
+        yield DoctorCheck(name, verdict, found, remedy)
 
 
 def cache_bytes(settings: Settings, table_bytes: int) -> int:
@@ -76,10 +83,15 @@ def cache_bytes(settings: Settings, table_bytes: int) -> int:
     return min(cache.capacity_bytes, table_bytes) if table_bytes else cache.capacity_bytes
 
 
-def pinned_bytes(settings: Settings) -> int:
+def pinned_bytes(settings: Settings, table_rows: TableRows) -> int:
     """Host memory that GPUs read directly."""
+    from hps.node.gpu_plan import plan_of_settings
+    from hps.tiers.gpu.plan import host_bytes_of
+
     gpu = settings.tiers.gpu
-    return 0 if gpu.use == "off" else gpu.host_bytes * len(gpu.devices)
+    if gpu.use == "off" or not gpu.host_bytes:
+        return 0
+    return host_bytes_of(plan_of_settings(settings, table_rows)) * len(gpu.devices)
 
 
 def limit() -> int:

@@ -35,6 +35,7 @@ from hps.tools.doctor import (
     server_status as states,
 )
 from hps.tools.doctor.check import DoctorCheck, catch_errors, failed
+from hps.types import EmbeddingTable
 from hps.updates.kafka.overview import GroupView
 
 
@@ -262,9 +263,6 @@ def test_low_memlock_limit_is_a_warning_for_pinned_memory() -> None:
     assert memory.locked(100, 100).verdict == "OK"
     few = memory.locked(101, 100)
     assert (few.verdict, "memlock=-1" in few.remedy) == ("WARN", True)
-    gpu = {"host_bytes": 50, "devices": [0, 1], "capacity_bytes": 0}
-    settings = configuration_from({"tiers": {"gpu": gpu}}, environ={}).settings
-    assert memory.pinned_bytes(settings) == 100
 
 
 def test_full_disk_of_database_is_a_warning(
@@ -388,7 +386,7 @@ def test_missing_required_gpus_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("hps.cuda.loader.cupy", lambda: SimpleNamespace(cuda=cuda))
         gpu = {"use": use, "devices": devices, "capacity_bytes": 1000}
         settings = configuration_from({"tiers": {"gpu": gpu}}, environ={}).settings
-        return [(check.verdict, check.found) for check in memory.gpus(settings)]
+        return [(check.verdict, check.found) for check in memory.gpus(settings, {})]
 
     assert verdicts("required", "there is no CuPy", [0]) == [
         ("FAIL", "use is required, but there is no CuPy")
@@ -398,6 +396,44 @@ def test_missing_required_gpus_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_verdicts = verdicts("auto", None, [0, 1])
     assert [verdict for verdict, _ in gpu_verdicts] == ["OK", "FAIL"]
     assert gpu_verdicts[1][1] == "device 1 of 1 (from 0 on)"
+
+
+@pytest.mark.parametrize(
+    ("use", "gpu", "verdict"),
+    [
+        ("required", {"capacity_bytes": 1 << 50}, "OK"),  # only what the rows need counts
+        ("required", {"capacity_bytes": 1 << 20}, "OK"),
+        ("required", {"share": 1.0, "static": True}, "OK"),
+        ("required", {"capacity_bytes": 1 << 50, "devices": [1]}, "FAIL"),
+        ("auto", {"capacity_bytes": 1 << 50, "devices": [1]}, "WARN"),
+    ],
+)
+def test_gpu_check_compares_the_planned_bytes_with_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, use: str, gpu: dict[str, object], verdict: str
+) -> None:
+    sizes = {0: (10, 30_000_000), 1: (10, 3_000_000)}
+    count = SimpleNamespace(getDeviceCount=lambda: 2)
+    cuda = SimpleNamespace(Device=lambda n: SimpleNamespace(mem_info=sizes[n]), runtime=count)
+    monkeypatch.setattr("hps.cuda.loader.missing_requirement", lambda: None)
+    monkeypatch.setattr("hps.cuda.loader.cupy", lambda: SimpleNamespace(cuda=cuda))
+    settings = configuration_from({"tiers": {"gpu": {"use": use, **gpu}}}, environ={}).settings
+    rows = {EmbeddingTable.make("t", 32): 100_000}
+    (check,) = memory.gpus(settings, rows)
+    assert check.verdict == verdict
+    assert bool(check.remedy) == (verdict != "OK")
+
+
+def test_pinned_rows_of_the_plan_are_counted_not_the_setting() -> None:
+    rows = {EmbeddingTable.make("t", 32): 100_000}
+
+    def pinned(host_bytes: int, **gpu: object) -> int:
+        gpu = {"host_bytes": host_bytes, "devices": [0, 1], "share": 1.0, **gpu}
+        settings = configuration_from({"tiers": {"gpu": gpu}}, environ={}).settings
+        return memory.pinned_bytes(settings, rows)
+
+    assert pinned(1 << 40) == 2 * 128 * 100_000
+    assert pinned(128 * 50_000) == 2 * 128 * 50_000
+    assert pinned(1 << 40, use="off") == pinned(0) == 0
 
 
 def test_access_check_reports_the_authentication_mode() -> None:

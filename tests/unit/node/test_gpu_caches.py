@@ -15,7 +15,7 @@ from hps.cuda import cuda_graph as recording
 from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import cupy
 from hps.dense.onnx import OnnxModel
-from hps.errors import BadRequest, ConfigError, DeadlineExceeded
+from hps.errors import BadRequest, ConfigError, DeadlineExceeded, GpuMemoryError
 from hps.models.version_writer import write_version
 from hps.node import gpu_caches
 from hps.node.gpu_caches import device_count
@@ -704,7 +704,56 @@ def test_required_but_missing_gpu_raises_config_error(open_node, monkeypatch):
 def test_cache_larger_than_gpu_memory_raises_config_error(open_node, monkeypatch):
     monkeypatch.setattr(twin_device.install, "__defaults__", (1, 100_000))
     with pytest.raises(ConfigError, match=r"needs [\d,]+ bytes on GPU 0, and 100,000 are free"):
-        open_node(gpu={"share": 1.0})
+        open_node(gpu={"share": 1.0, "use": "required"})
+
+
+def test_full_gpu_that_is_optional_is_not_used(open_node, monkeypatch, caplog):
+    monkeypatch.setattr(twin_device.install, "__defaults__", (1, 100_000))
+    node, caches = open_node(
+        gpu={"share": 1.0, "use": "auto"}, tables={"users": {"gpu_static": True}}
+    )
+    assert caches == []
+    assert [entry.tier.info.name for entry in node.tiers] == ["cpu", "rocksdb"]
+    np.testing.assert_array_equal(
+        node.lookup("m", {"user": np.array([1, 900])}).vectors["user"], rows([1, 900], 4)
+    )
+    (record,) = [r for r in caplog.records if "no GPU cache" in r.getMessage()]
+    assert record.levelname == "WARNING"
+    assert "and 100,000 are free there" in record.getMessage()
+    assert "rows are served from the CPU cache" in record.getMessage()
+
+
+@pytest.mark.parametrize("use", ["auto", "required"])
+def test_failed_allocation_closes_the_caches_opened_before(open_node, monkeypatch, use):
+    caches = twin_device.install(monkeypatch, 2)
+    monkeypatch.setattr(twin_device, "install", lambda *_: caches)
+
+    def add_table(self, table, rows, **how):
+        if self.number == 1:
+            raise GpuMemoryError("another process was faster")
+        self.places[table] = {"rows": rows, **how}
+
+    monkeypatch.setattr(twin_device.Cache, "add_table", add_table)
+    if use == "required":
+        with pytest.raises(GpuMemoryError, match="another process was faster"):
+            open_node(gpus=2, gpu={"devices": [0, 1], "use": use})
+    else:
+        node, _ = open_node(gpus=2, gpu={"devices": [0, 1], "use": use})
+        assert [entry.tier.info.name for entry in node.tiers] == ["cpu", "rocksdb"]
+    assert [cache.closed for cache in caches] == [True, True]
+
+
+def test_pinned_memory_is_checked_before_any_allocation(open_node, monkeypatch):
+    caches = twin_device.install(monkeypatch, 2)
+    monkeypatch.setattr(twin_device, "install", lambda *_: caches)
+    monkeypatch.setattr("hps.node.gpu_caches.free_host_bytes", lambda: 50_000)
+    gpu = {"devices": [0, 1], "share": 1.0, "host_bytes": 40_000}
+    with pytest.raises(
+        ConfigError, match=r"pinned host memory .* 50,000 are available .* at most 23,750"
+    ):
+        open_node(gpus=2, gpu=gpu)
+    assert caches == []
+    open_node(gpus=2, gpu={**gpu, "host_bytes": 23_750})
 
 
 def test_status_shows_the_gpu_cache(open_node):

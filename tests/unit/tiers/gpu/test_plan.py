@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from hps.cuda.layout import MOST_ROOMY_LOAD, ROOMY_LOAD, EvictionPolicy
 from hps.errors import ConfigError
-from hps.tiers.gpu.plan import GpuTableRequest, check_fits, device_bytes, host_bytes_of, plan_gpu
+from hps.tiers.gpu.plan import (
+    GpuTableRequest,
+    check_fits,
+    check_pinned,
+    device_bytes,
+    host_bytes_of,
+    plan_gpu,
+)
 from hps.types import EmbeddingTable
 
 SMALL, LARGE = EmbeddingTable.make("small", 8), EmbeddingTable.make("large", 64)
@@ -120,3 +127,21 @@ def test_float16_rows_take_half_the_bytes():
         plan_gpu({t: GpuTableRequest(10**7)}, capacity_bytes=1 << 28)[t].rows for t in (half, LARGE)
     ]
     assert 1.6 < locations[0] / locations[1] < 2
+
+
+def test_pinned_memory_of_all_tables_and_gpus_must_fit_on_the_host():
+    """Each table alone would fit, and each GPU alone."""
+    tables = {SMALL: GpuTableRequest(100_000), LARGE: GpuTableRequest(100_000)}
+    plan = plan_gpu(tables, capacity_bytes=1 << 30, host_bytes=20_000_000)
+    each = host_bytes_of(plan)
+    assert 19_000_000 < each <= 20_000_000
+    check_pinned(plan, 1, 22_000_000)
+    check_pinned(plan, 2, 44_000_000)
+    with pytest.raises(
+        ConfigError,
+        match=rf"needs {2 * each:,} bytes of pinned host memory \({each:,} for each of 2 GPUs\), and "
+        r"32,000,000 are available on the host. Lower tiers.gpu.host_bytes to at most 15,200,000",
+    ):
+        check_pinned(plan, 2, 32_000_000)
+    fitting = plan_gpu(tables, capacity_bytes=1 << 30, host_bytes=15_200_000)
+    check_pinned(fitting, 2, 32_000_000)
