@@ -77,56 +77,88 @@ class Scene:
 
     def template(self, protocol: str, batch: int, *, lookup: bool = False) -> Template:
         """A prediction of ``batch`` samples, or a lookup of as many keys in each of the 26 tables."""
-        tensors: dict[str, NDArray[Any]] = {name: np.zeros((batch, 1), np.int64) for name in NAMES}
+        tensors = [PatchedTensor(name, (batch, 1), limit=self.rows) for name in NAMES]
         if not lookup:
-            tensors["dense"] = np.zeros((batch, DENSE), np.float32)
-        model = f"{self.model}.lookup" if lookup else self.model
-        return (
-            rest_template(model, tensors, self.rows)
-            if protocol == "rest"
-            else grpc_template(model, tensors, self.rows)
-        )
+            tensors.append(PatchedTensor("dense", (batch, DENSE)))
+        return make_template(protocol, f"{self.model}.lookup" if lookup else self.model, tensors)
 
     def table(self, name: str) -> NDArray[np.float32]:
         vectors = self.folder / "models" / self.model / "1/tables" / name / "emb_vector"
         return np.memmap(vectors, np.float32, "r").reshape(self.rows, self.dim)
 
 
-def rest_template(model: str, tensors: dict[str, NDArray[Any]], rows: int) -> Template:
-    inputs = [
+@dataclass(frozen=True)
+class PatchedTensor:
+    """An input that differs in each request: INT64 keys below ``limit``; FP32 without one, which repeat the
+    keys of tensor number ``source``, or are random."""
+
+    name: str
+    shape: tuple[int, ...]
+    limit: int = 0
+    source: int = -1
+
+    @property
+    def datatype(self) -> str:
+        return "INT64" if self.limit else "FP32"
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * (8 if self.limit else 4)
+
+    def patch(self, offset: int) -> Patch:
+        return Patch(offset, self.size, self.limit, self.source)
+
+
+def make_template(
+    protocol: str, model: str, tensors: Sequence[PatchedTensor], outputs: Sequence[str] = ()
+) -> Template:
+    """A request for ``outputs`` (empty: all); all tensors are binary in both directions."""
+    make = rest_template if protocol == "rest" else grpc_template
+    return make(model, tensors, outputs)
+
+
+def rest_template(model: str, tensors: Sequence[PatchedTensor], outputs: Sequence[str]) -> Template:
+    header: dict[str, Any] = {"parameters": {"binary_data_output": True}}
+    header["inputs"] = [
         {
-            "name": name,
-            "shape": array.shape,
-            "datatype": "INT64" if array.dtype == np.int64 else "FP32",
-            "parameters": {"binary_data_size": array.nbytes},
+            "name": each.name,
+            "shape": each.shape,
+            "datatype": each.datatype,
+            "parameters": {"binary_data_size": each.nbytes},
         }
-        for name, array in tensors.items()
+        for each in tensors
     ]
-    head = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}})
-    body = head + b"".join(array.tobytes() for array in tensors.values())
+    if outputs:
+        header["outputs"] = [{"name": name} for name in outputs]
+    head = orjson.dumps(header)
+    body = head + bytes(sum(each.nbytes for each in tensors))
     sizes = {"Inference-Header-Content-Length": str(len(head))}
     sizes["Content-Type"] = "application/octet-stream"
     message = http_request(f"/v2/models/{model}/infer", body, sizes)
     patches, at = [], len(message) - len(body) + len(head)
-    for array in tensors.values():
-        patches.append(Patch(at, array.size, rows if array.dtype == np.int64 else 0))
-        at += array.nbytes
+    for each in tensors:
+        patches.append(each.patch(at))
+        at += each.nbytes
     return Template("http", message, patches)
 
 
-def grpc_template(model: str, tensors: dict[str, NDArray[Any]], rows: int) -> Template:
+def grpc_template(model: str, tensors: Sequence[PatchedTensor], outputs: Sequence[str]) -> Template:
     """The places of tensors in the message are found by random contents."""
     message, contents = pb.ModelInferRequest(model_name=model), []
-    for name, array in tensors.items():
-        datatype = "INT64" if array.dtype == np.int64 else "FP32"
-        message.inputs.add(name=name, datatype=datatype, shape=array.shape)
-        contents.append(np.random.default_rng(len(contents)).bytes(array.nbytes))
+    for each in tensors:
+        message.inputs.add(name=each.name, datatype=each.datatype, shape=each.shape)
+        contents.append(np.random.default_rng(len(contents)).bytes(each.nbytes))
         message.raw_input_contents.append(contents[-1])
+    for name in outputs:
+        message.outputs.add(name=name)
     data = message.SerializeToString()
     framed = b"\0" + len(data).to_bytes(4, "big") + data
     patches = [
-        Patch(framed.index(content), array.size, rows if array.dtype == np.int64 else 0)
-        for content, array in zip(contents, tensors.values(), strict=True)
+        each.patch(framed.index(content)) for each, content in zip(tensors, contents, strict=True)
     ]
     return Template("grpc", framed, patches, METHOD)
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.grpc_load import call_head
@@ -29,26 +29,26 @@ SOURCES = (HERE / "connection.hpp", HERE / "load.cpp")
 @dataclass(frozen=True)
 class Patch:
     """Bytes of a message that differ in each request, from ``offset``: ``count`` INT64 keys below ``limit``
-    (at most 2^32), or with ``limit`` 0 FP32 numbers in [-1, 1)."""
+    (at most 2^32); with ``limit`` 0 FP32 numbers: the keys of patch number ``source``, else in [-1, 1)."""
 
     offset: int
     count: int
     limit: int = 0
-
-    def moved(self, by: int) -> Patch:
-        return replace(self, offset=self.offset + by)
+    source: int = -1
 
 
 @dataclass(frozen=True)
 class Template:
     """A request. ``protocol``: ``http`` (``message`` has head and body), ``grpc`` (``message`` has the prefix
-    of 5 bytes; ``method`` is the path) or ``raw`` (a bare answer of ``answer_bytes`` bytes)."""
+    of 5 bytes; ``method`` is the path) or ``raw`` (a bare answer of ``answer_bytes`` bytes).
+    An answer is wrong unless its last ``zeros`` bytes are zero."""
 
     protocol: str
     message: bytes
     patches: Sequence[Patch] = ()
     method: str = ""
     answer_bytes: int = 0
+    zeros: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class Callers:
 @dataclass(frozen=True)
 class LoadSummary:
     """``failures``: answers by status (HTTP's, gRPC's) other than OK; ``broken``: connections that closed or
-    were not answered. Latencies are of OK answers, in ms; ``samples`` are pairs of request and answer."""
+    were not answered; ``wrong``: OK answers that do not end with the expected zeros. Latencies are of OK
+    answers, in ms; ``samples`` are pairs of request and answer."""
 
     requests: int
     seconds: float
@@ -82,6 +83,7 @@ class LoadSummary:
     max_ms: float
     answer_bytes: float
     broken: int
+    wrong: int
     client_cpu_s: float
     threads: int
     error: str
@@ -90,7 +92,7 @@ class LoadSummary:
 
     @property
     def errors(self) -> int:
-        return self.broken + sum(self.failures.values())
+        return self.broken + self.wrong + sum(self.failures.values())
 
 
 def build() -> Path:
@@ -126,8 +128,11 @@ def run_load(address: str, template: Template, callers: Callers) -> LoadSummary:
             "port": port,
             "message": message,
             "head": head,
-            "patches": ",".join(f"{p.offset}:{p.count}:{p.limit}" for p in template.patches),
+            "patches": ",".join(
+                f"{p.offset}:{p.count}:{p.limit}:{p.source}" for p in template.patches
+            ),
             "answer_bytes": template.answer_bytes,
+            "zeros": template.zeros,
             "callers": callers.count,
             "threads": 1,
             "cores": ",".join(map(str, callers.cores)),

@@ -17,11 +17,12 @@
 #include <string>
 #include <vector>
 
-// Bytes of a request that differ in each: `count` 64-bit keys below `limit`, or 32-bit floats in
-// [-1, 1).
+// Bytes of a request that differ in each: `count` 64-bit keys below `limit`; without a limit,
+// 32-bit floats: the keys of the patch `source`, or numbers in [-1, 1) if that is negative.
 struct Patch {
   size_t offset, count;
-  uint64_t limit;  // 0: floats
+  uint64_t limit;
+  int source;
 };
 
 struct Request {
@@ -29,6 +30,7 @@ struct Request {
   std::string head;     // gRPC: the HPACK block of a call
   std::vector<Patch> patches;
   size_t answer_bytes = 0;  // raw: size of an answer
+  size_t zeros = 0;         // bytes at the end of an answer that must be zero
 };
 
 inline uint64_t mix(uint64_t x) {  // splitmix64
@@ -49,6 +51,11 @@ inline void patch(char* message, const std::vector<Patch>& patches, uint64_t& se
         memcpy(at + 8 * i, &key, 8);
       } else {
         float value = static_cast<float>(static_cast<int32_t>(random >> 32)) * 0x1p-31f;
+        if (each.source >= 0) {
+          uint64_t key;
+          memcpy(&key, message + patches[static_cast<size_t>(each.source)].offset + 8 * i, 8);
+          value = static_cast<float>(key);
+        }
         memcpy(at + 4 * i, &value, 4);
       }
     }
@@ -80,22 +87,27 @@ class Connection {
     }
   }
 
-  // Send the prepared message; `keep`: leave the answer in `answer` and the message in `message()`.
-  void send_next(bool keep) {
+  // Send the prepared message; `sample`: leave it in `message()`, and the answer in `answer`.
+  void send_next(bool sample) {
     answer.clear();
-    keep_ = keep;
-    busy = true;
+    is_sample = sample;
     begin();
     write();
   }
 
-  // Make the next message; only once the present one is sent and, if it is kept, checked.
+  // Make the next message; only once the present one is sent and, if it is a sample, taken.
   void refresh() {
     patch(message_.data(), request_.patches, seed_);
     prepared_ = true;
   }
 
-  bool can_refresh() const { return !prepared_ && !keep_ && is_sent(); }
+  bool can_refresh() const { return !prepared_ && !is_sample && is_sent(); }
+  // True if the answer ends with the zeros that it must end with.
+  bool is_right() const {
+    size_t zeros = request_.zeros;
+    return answer.size() >= zeros && std::all_of(answer.end() - static_cast<ptrdiff_t>(zeros),
+                                                 answer.end(), [](char each) { return each == 0; });
+  }
   bool prepared() const { return prepared_; }
   const std::string& message() const { return message_; }
 
@@ -114,11 +126,10 @@ class Connection {
     write();
     if (status && !is_sent())
       throw std::runtime_error("answered before the whole request was sent: " + answer);
-    if (status) busy = false;
     return status;
   }
 
-  bool busy = false;
+  bool is_sample = false;
   int64_t started = 0;  // ns
   size_t received = 0;  // bytes of the present answer
   std::string answer;
@@ -133,7 +144,7 @@ class Connection {
 
   void keep(const char* data, size_t n) {
     received += n;
-    if (keep_) answer.append(data, n);
+    if (is_sample || request_.zeros) answer.append(data, n);
   }
 
   void write() {
@@ -168,11 +179,11 @@ class Connection {
     if (fd_ >= 0) close(fd_);
     fd_ = -1;
     out_size_ = 0;
-    writable_ = busy = false;
+    writable_ = false;
   }
 
   uint64_t seed_;
-  bool keep_ = false, writable_ = false;
+  bool writable_ = false;
   int poll_ = -1;
 };
 
@@ -266,6 +277,7 @@ class GrpcConnection : public Connection {
     stream_ += 2;
     call_window_ = new_window_;
     left_ = message_.size();
+    calling_ = true;
     prepared_ = false;
     received = 0;
     frame(HEADERS, 4, stream_, request_.head);
@@ -366,7 +378,7 @@ class GrpcConnection : public Connection {
       frame(SETTINGS, 1, 0, "");
     } else if (kind == PING && !(flags & 1)) {
       frame(PING, 1, 0, frame_.substr(9));
-    } else if (kind == GOAWAY || (kind == RESET && ours && busy)) {
+    } else if (kind == GOAWAY || (kind == RESET && ours && calling_)) {
       throw std::runtime_error("the server ended the call: " + frame_.substr(9));
     }
     return 0;
@@ -387,6 +399,7 @@ class GrpcConnection : public Connection {
 
   // gRPC's servers write headers without Huffman coding, and our settings allow no dynamic table.
   int ended() {
+    calling_ = false;
     static const std::string name = "\x0bgrpc-status";
     size_t at = frame_.find(name);
     if (at == std::string::npos) throw std::runtime_error("trailers without a status");
@@ -401,6 +414,7 @@ class GrpcConnection : public Connection {
   }
 
   int64_t stream_ = -1, window_ = 0, call_window_ = 0, new_window_ = 0, largest_frame_ = 16384;
+  bool calling_ = false;
   uint64_t taken_ = 0;
   size_t left_ = 0, frame_left_ = 0;
   std::string wire_, frame_;

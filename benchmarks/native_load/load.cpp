@@ -12,6 +12,8 @@
 #include <csignal>
 #include <cstdio>
 #include <fstream>
+#include <iomanip>
+#include <iostream>
 #include <map>
 #include <mutex>
 #include <sstream>
@@ -62,7 +64,8 @@ Plan make_plan(Options& options) {
   if (plan.protocol == "grpc") plan.request.head = read_file(options.at("head"));
   for (const std::string& each : split(options["patches"], ',')) {
     auto parts = split(each, ':');
-    Patch made{std::stoull(parts.at(0)), std::stoull(parts.at(1)), std::stoull(parts.at(2))};
+    Patch made{std::stoull(parts.at(0)), std::stoull(parts.at(1)), std::stoull(parts.at(2)),
+               std::stoi(parts.at(3))};
     if (made.limit >> 32 ||
         made.offset + made.count * (made.limit ? 8 : 4) > plan.request.message.size())
       throw std::runtime_error("patch " + each +
@@ -71,6 +74,7 @@ Plan make_plan(Options& options) {
   }
   plan.request.answer_bytes =
       std::stoull(options["answer_bytes"].empty() ? "0" : options["answer_bytes"]);
+  plan.request.zeros = std::stoull(options.at("zeros"));
   plan.address.sin_family = AF_INET;
   plan.address.sin_port = htons(static_cast<uint16_t>(std::stoi(options.at("port"))));
   if (inet_pton(AF_INET, options.at("host").c_str(), &plan.address.sin_addr) != 1)
@@ -95,7 +99,7 @@ Plan make_plan(Options& options) {
 struct Result {
   std::vector<int64_t> latencies;
   std::map<int, int64_t> failures;
-  int64_t broken = 0, bytes = 0;
+  int64_t broken = 0, bytes = 0, wrong = 0;
   std::string first_error;
   std::vector<std::pair<std::string, std::string>> samples;
 };
@@ -152,10 +156,9 @@ class LoadThread {
   void next(Connection& connection) {
     if (!connection.prepared()) connection.refresh();
     // Samples are spread over the run: one in 64 answers.
-    bool keep = static_cast<int>(result.samples.size()) < plan_.samples && ++turn_ % 64 == 1;
+    bool sample = static_cast<int>(result.samples.size()) < plan_.samples && ++turn_ % 64 == 1;
     connection.started = now_ns();
-    connection.send_next(keep);
-    kept_[&connection] = keep;
+    connection.send_next(sample);
     if (connection.can_refresh()) connection.refresh();  // while the server works
   }
 
@@ -183,7 +186,8 @@ class LoadThread {
       result.latencies.push_back(now - connection.started);
       result.bytes += static_cast<int64_t>(connection.received);
     }
-    if (status == 200 && kept_[&connection])
+    result.wrong += status == 200 && !connection.is_right();
+    if (status == 200 && connection.is_sample)
       result.samples.emplace_back(connection.message(), connection.answer);
     if (now < plan_.end)
       next(connection);
@@ -194,16 +198,14 @@ class LoadThread {
   const Plan& plan_;
   std::vector<char> scratch_;
   std::vector<std::unique_ptr<Connection>> connections_;
-  std::map<Connection*, bool> kept_;
   int poll_, busy_ = 0, turn_ = 0;
 };
 
 std::string escape(const std::string& text) {
   std::string made;
   for (char c : text) {
-    if (c == '"' || c == '\\') made += '\\';
-    made += c >= 32 && c < 127 ? c : '?';
-    if (c < 32 || c >= 127) made.back() = '?';
+    bool plain = c >= 32 && c < 127 && c != '"' && c != '\\';
+    made += plain ? c : '?';
   }
   return made;
 }
@@ -223,44 +225,43 @@ void write_samples(const Plan& plan, const std::vector<Result*>& results) {
 void report(const Plan& plan, const std::vector<Result*>& results) {
   std::vector<int64_t> all;
   std::map<int, int64_t> failures;
-  int64_t broken = 0, bytes = 0;
+  int64_t broken = 0, bytes = 0, wrong = 0;
   std::string error;
   for (Result* each : results) {
     all.insert(all.end(), each->latencies.begin(), each->latencies.end());
     for (auto& [status, count] : each->failures) failures[status] += count;
     broken += each->broken;
     bytes += each->bytes;
+    wrong += each->wrong;
     if (error.empty()) error = each->first_error;
   }
   std::sort(all.begin(), all.end());
-  auto at = [&](double share) {
-    return all.empty()
-               ? 0.0
-               : static_cast<double>(
-                     all[static_cast<size_t>(share * static_cast<double>(all.size() - 1))]) /
-                     1e6;
+  size_t requests = all.size();
+  double count = static_cast<double>(std::max<size_t>(all.size(), 1));
+  double seconds = static_cast<double>(plan.end - plan.begin) / 1e9;
+  if (all.empty()) all.push_back(0);
+  auto ms = [&](double share) {
+    return static_cast<double>(all[static_cast<size_t>(share * (count - 1))]) / 1e6;
   };
   rusage used{};
   getrusage(RUSAGE_SELF, &used);
-  double cpu = static_cast<double>(used.ru_utime.tv_sec + used.ru_stime.tv_sec) +
-               static_cast<double>(used.ru_utime.tv_usec + used.ru_stime.tv_usec) / 1e6;
-  double seconds = static_cast<double>(plan.end - plan.begin) / 1e9;
-  printf(
-      "{\"requests\": %zu, \"seconds\": %.6f, \"per_second\": %.3f, \"p50_ms\": %.6f, \"p90_ms\": "
-      "%.6f, "
-      "\"p99_ms\": %.6f, \"p999_ms\": %.6f, \"max_ms\": %.6f, \"answer_bytes\": %.1f, \"broken\": "
-      "%lld, "
-      "\"client_cpu_s\": %.3f, \"threads\": %d, \"error\": \"%s\", \"failures\": {",
-      all.size(), seconds, static_cast<double>(all.size()) / seconds, at(.5), at(.9), at(.99),
-      at(.999), at(1),
-      all.empty() ? 0.0 : static_cast<double>(bytes) / static_cast<double>(all.size()),
-      static_cast<long long>(broken), cpu, plan.threads, escape(error).c_str());
+  auto cpu = used.ru_utime.tv_sec + used.ru_stime.tv_sec +
+             static_cast<double>(used.ru_utime.tv_usec + used.ru_stime.tv_usec) / 1e6;
+  std::cout << std::setprecision(9) << "{\"requests\": " << requests << ", \"seconds\": " << seconds
+            << ", \"per_second\": " << static_cast<double>(requests) / seconds
+            << ", \"p50_ms\": " << ms(.5) << ", \"p90_ms\": " << ms(.9)
+            << ", \"p99_ms\": " << ms(.99) << ", \"p999_ms\": " << ms(.999)
+            << ", \"max_ms\": " << ms(1)
+            << ", \"answer_bytes\": " << static_cast<double>(bytes) / count
+            << ", \"broken\": " << broken << ", \"wrong\": " << wrong
+            << ", \"client_cpu_s\": " << cpu << ", \"threads\": " << plan.threads
+            << ", \"error\": \"" << escape(error) << "\", \"failures\": {";
   const char* comma = "";
-  for (auto& [status, count] : failures) {
-    printf("%s\"%d\": %lld", comma, status, static_cast<long long>(count));
+  for (auto& [status, times] : failures) {
+    std::cout << comma << '"' << status << "\": " << times;
     comma = ", ";
   }
-  printf("}}\n");
+  std::cout << "}}\n";
 }
 
 void pin(int core) {

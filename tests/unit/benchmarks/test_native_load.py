@@ -50,6 +50,21 @@ def test_each_request_has_fresh_keys_and_numbers(echo):
     assert np.abs(floats).max() <= 1
 
 
+def test_numbers_may_repeat_the_keys(echo):
+    repeated = replace(ECHO, patches=[KEYS, replace(FLOATS, count=4, source=0)])
+    (sent, _), _ = run_load(echo, repeated, Callers(2, 0.5, samples=2)).samples
+    keys = np.frombuffer(sent, np.int64, 4, KEYS.offset)
+    assert np.frombuffer(sent, np.float32, 4, FLOATS.offset).tolist() == keys.tolist()
+
+
+def test_answers_that_do_not_end_with_zeros_are_wrong(echo):
+    zeros = replace(ECHO, message=http_request("/3000", bytes(BODY)), patches=(), zeros=3000)
+    assert run_load(echo, zeros, Callers(1, 0.2)).wrong == 0
+    ones = replace(zeros, message=http_request("/3000", bytes(BODY - 1) + b"1"))
+    summary = run_load(echo, ones, Callers(1, 0.2))
+    assert summary.wrong == summary.errors > 0
+
+
 def test_seeds_decide_the_keys(echo):
     sent = [
         run_load(echo, ECHO, Callers(1, 0.2, samples=1, seed=seed)).samples[0][0]
