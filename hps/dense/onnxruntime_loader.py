@@ -88,7 +88,9 @@ def package_fault(available: Sequence[str]) -> PackageFault | None:
     if has_cuda:
         return None
     if packages == (CPU_PACKAGE,):
-        return PackageFault("the package onnxruntime is installed, for the CPU", CLEAN_INSTALL)
+        return PackageFault(
+            "the package onnxruntime is installed, which has no CUDA", CLEAN_INSTALL
+        )
     return PackageFault(f"this ONNX Runtime has only {', '.join(available)}", CLEAN_INSTALL)
 
 
@@ -137,9 +139,9 @@ def preload_cuda(ort: Any) -> None:
 
 
 def report_unused_gpu(why: str) -> None:
-    """Log why networks run on the CPU: as a warning if this machine has a GPU. Once per reason."""
+    """Log why networks run on the CPU, once per reason: as a warning if this machine has a GPU."""
     report_once(
-        logging.WARNING if has_gpu() else logging.INFO,
+        logging.WARNING if has_gpu() else logging.DEBUG,
         f"networks run on the CPU, not on a GPU: {why}",
     )
 

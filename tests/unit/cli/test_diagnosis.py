@@ -114,7 +114,7 @@ def test_missing_cuda_provider_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(PACKAGES, lambda: ("onnxruntime",))
     check = networks.networks_on_gpu()
     assert check.verdict == "WARN"
-    assert check.found == "run on the CPU: the package onnxruntime is installed, for the CPU"
+    assert check.found == "run on the CPU: the package onnxruntime is installed, which has no CUDA"
     assert "pip uninstall -y onnxruntime onnxruntime-gpu, then" in check.remedy
     assert "pip install 'hps-server[gpu]'" in check.remedy
 
