@@ -246,10 +246,14 @@ def runs_on_gpu(network: OnnxModel) -> bool:
     return not network.on_host
 
 
+def is_gpu_expected(chosen: GpuCacheSettings) -> bool:
+    """Return whether this machine has a GPU, usable or not, or the settings describe a GPU cache."""
+    return chosen.use != "off" and bool(has_gpu() or chosen.model_fields_set - {"use"})
+
+
 def report_unused(chosen: GpuCacheSettings, why: str) -> None:
-    """Log why ``use: auto`` opens no GPU cache: as a warning if there is a GPU, or settings for one."""
-    expected = has_gpu() or chosen.model_fields_set - {"use"}
-    level = logging.WARNING if expected else logging.INFO
+    """Log why ``use: auto`` opens no GPU cache: as a warning if a GPU is expected."""
+    level = logging.WARNING if is_gpu_expected(chosen) else logging.INFO
     log.log(level, "no GPU cache: %s; rows are served from the CPU cache", why)
 
 

@@ -45,6 +45,7 @@ def memory(settings: Settings, table_bytes: int, table_rows: TableRows) -> Itera
 def gpus(settings: Settings, table_rows: TableRows) -> Iterator[DoctorCheck]:
     """Check that the configured GPUs exist and have room for the rows."""
     from hps.cuda.loader import cupy, missing_requirement
+    from hps.node.gpu_caches import is_gpu_expected
     from hps.node.gpu_plan import plan_of_settings
     from hps.tiers.gpu.plan import device_bytes
 
@@ -55,20 +56,23 @@ def gpus(settings: Settings, table_rows: TableRows) -> Iterator[DoctorCheck]:
         if wanted.use == "required":
             remedy = "give this machine or container its GPUs, or set tiers.gpu.use to auto"
             yield DoctorCheck(name, "FAIL", f"use is required, but {why}", remedy)
+        elif is_gpu_expected(wanted):
+            remedy = "see docs/gpu.md, or set tiers.gpu.use to off"
+            yield DoctorCheck(name, "WARN", f"rows are served from the CPU cache: {why}", remedy)
         return
+    verdict: Verdict = "FAIL" if wanted.use == "required" else "WARN"
     cuda, needed = cupy().cuda, device_bytes(plan_of_settings(settings, table_rows))
     there = cuda.runtime.getDeviceCount()
     for number in wanted.devices:
         if number >= there:
             remedy = "correct tiers.gpu.devices, or give the container more of them"
-            yield DoctorCheck(name, "FAIL", f"device {number} of {there} (from 0 on)", remedy)
+            yield DoctorCheck(name, verdict, f"device {number} of {there} (from 0 on)", remedy)
             continue
         free, total = cuda.Device(number).mem_info
         found = f"device {number}: {size(free)} of {size(total)} free, the rows take {size(needed)}"
         if needed <= total:
             yield DoctorCheck(name, "OK", found)
             continue
-        verdict: Verdict = "FAIL" if wanted.use == "required" else "WARN"
         remedy = "lower tiers.gpu.capacity_bytes or tiers.gpu.share"
         yield DoctorCheck(name, verdict, found, remedy)
 

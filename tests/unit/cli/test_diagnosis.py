@@ -377,7 +377,9 @@ def test_lag_counts_kept_messages_and_reports_lost_ones() -> None:
     assert never.verdict == "OK", "deleted messages do not wait"
 
 
-def test_missing_required_gpus_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpus_fail_if_required_and_are_a_warning_if_expected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def verdicts(use: str, missing: str | None, devices: list[int]) -> list[tuple[str, str]]:
         device = SimpleNamespace(mem_info=(10, 1000))
         count = SimpleNamespace(getDeviceCount=lambda: 1)
@@ -391,10 +393,15 @@ def test_missing_required_gpus_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdicts("required", "there is no CuPy", [0]) == [
         ("FAIL", "use is required, but there is no CuPy")
     ]
-    assert verdicts("auto", "there is no CuPy", [0]) == []
+    assert verdicts("auto", "there is no CuPy", [0]) == [
+        ("WARN", "rows are served from the CPU cache: there is no CuPy")
+    ]
+    monkeypatch.setattr("hps.node.gpu_caches.has_gpu", lambda: False)
+    assert list(memory.gpus(configuration_from({}, environ={}).settings, {})) == []
     assert verdicts("off", None, [0]) == []
     gpu_verdicts = verdicts("auto", None, [0, 1])
-    assert [verdict for verdict, _ in gpu_verdicts] == ["OK", "FAIL"]
+    assert [verdict for verdict, _ in gpu_verdicts] == ["OK", "WARN"]
+    assert [verdict for verdict, _ in verdicts("required", None, [0, 1])] == ["OK", "FAIL"]
     assert gpu_verdicts[1][1] == "device 1 of 1 (from 0 on)"
 
 
