@@ -22,11 +22,14 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.gpu_server_scene import (
@@ -95,6 +98,49 @@ class Extent:
         return Extent(float(options.extra.get("seconds") or 1.0), tuple(BATCHES), CALLERS)
 
 
+@dataclass(frozen=True)
+class Target:
+    """A server under test: its title, its address by protocol, and its process, if it is ours."""
+
+    title: str
+    addresses: Mapping[str, str]
+    process: psutil.Process | None = None
+
+    @staticmethod
+    def of(title: str, server: Hps) -> Target:
+        return Target(title, {"rest": server.address, "grpc": server.grpc}, server.process)
+
+    def cpu_seconds(self) -> tuple[float, float]:
+        """CPU time until now of the node's process and of its workers, in seconds."""
+        if self.process is None:
+            return 0.0, 0.0
+        times = [each.cpu_times() for each in (self.process, *self.process.children(True))]
+        node, *workers = (each.user + each.system for each in times)
+        return node, sum(workers)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run of the load generator, and the cores that the node and its workers used meanwhile."""
+
+    load: LoadSummary
+    node_cores: float
+    worker_cores: float
+
+    def row(self) -> dict[str, Any]:
+        load = self.load
+        return {
+            "requests/s": load.per_second,
+            "p50 ms": load.p50_ms,
+            "p99 ms": load.p99_ms,
+            "max ms": load.max_ms,
+            "errors": load.errors,
+            "node cores": self.node_cores,
+            "worker cores": self.worker_cores,
+            "load cores": load.client_cpu_s / load.seconds,
+        }
+
+
 @dataclass
 class Bench:
     """A run's parts; counts wrong answers and failed requests in ``faults``."""
@@ -116,6 +162,16 @@ class Bench:
         )
         return run_load(address, template, asked)
 
+    def measure(self, target: Target, protocol: str, template: Template, callers: int) -> Measured:
+        """Cores are averages over the run and its warm-up."""
+        before, start = target.cpu_seconds(), time.monotonic()
+        load = self.load(target.addresses[protocol], template, callers)
+        seconds = time.monotonic() - start
+        node, workers = (
+            (now - then) / seconds for now, then in zip(target.cpu_seconds(), before, strict=True)
+        )
+        return Measured(load, node, workers)
+
     def check(
         self, title: str, template: Template, summary: LoadSummary, reference: Reference
     ) -> None:
@@ -132,46 +188,43 @@ Cells = dict[tuple[str, int, int], LoadSummary]
 """Protocol, batch, callers -> measured."""
 
 
-def measure_predictions(
-    bench: Bench, side: str, addresses: Mapping[str, str], scene: Scene
-) -> Cells:
+def measure_predictions(bench: Bench, target: Target, scene: Scene) -> Cells:
     """All cells of one server, recorded as a table."""
     cells: Cells = {}
-    reference = Reference(scene)
+    rows, reference = [], Reference(scene)
     for protocol in PROTOCOLS:
         for batch in bench.extent.batches:
             template = scene.template(protocol, batch)
             for callers in bench.extent.callers:
-                summary = bench.load(addresses[protocol], template, callers)
-                title = f"{side}, {protocol}, batch {batch}, {callers} callers"
-                bench.check(title, template, summary, reference)
-                cells[protocol, batch, callers] = replace(summary, samples=[])
-    bench.report.tables[f"predictions, {side}"] = [
-        {"protocol": p, "batch": b, "callers": c, **_row(cell)} for (p, b, c), cell in cells.items()
-    ]
+                measured = bench.measure(target, protocol, template, callers)
+                title = f"{target.title}, {protocol}, batch {batch}, {callers} callers"
+                bench.check(title, template, measured.load, reference)
+                cells[protocol, batch, callers] = replace(measured.load, samples=[])
+                row = {"protocol": protocol, "batch": batch, "callers": callers}
+                rows.append(row | measured.row())
+    bench.report.tables[f"predictions, {target.title}"] = rows
     return cells
 
 
-def measure_lookups(bench: Bench, side: str, addresses: Mapping[str, str], scene: Scene) -> None:
+def measure_lookups(bench: Bench, target: Target, scene: Scene) -> None:
     """Lookups of 26 × 64 keys, beside a bare exchange of the same bytes."""
     rows, reference = [], Reference(scene)
     for protocol in PROTOCOLS:
         template = scene.template(protocol, LOOKUP_BATCH, lookup=True)
         for callers in bench.extent.callers[1:]:
-            summary = bench.load(addresses[protocol], template, callers)
-            bench.check(f"{side}, {protocol}, lookups", template, summary, reference)
-            bare = measure_loopback(bench, template, summary, callers)
-            share = summary.per_second / bare.per_second
-            row = {"protocol": protocol, "callers": callers, **_row(summary)}
+            measured = bench.measure(target, protocol, template, callers)
+            bench.check(f"{target.title}, {protocol}, lookups", template, measured.load, reference)
+            bare = measure_loopback(bench, template, measured.load, callers)
+            share = measured.load.per_second / (bare.per_second or 1.0)
+            row = {"protocol": protocol, "callers": callers, **measured.row()}
             rows.append(row | {"loopback /s": bare.per_second, "of loopback": share})
-        best = max(
-            max(row["requests/s"] / LOOKUPS, row["of loopback"] / OF_LOOPBACK)
-            for row in rows
-            if row["protocol"] == protocol
-        )
-        if side == "GPU":
-            bench.report.values[f"lookup_{protocol}"] = best
-    bench.report.tables[f"lookups of 26 × {LOOKUP_BATCH} keys, {side}"] = rows
+        if target.title == "GPU":
+            bench.report.values[f"lookup_{protocol}"] = max(
+                max(row["requests/s"] / LOOKUPS, row["of loopback"] / OF_LOOPBACK)
+                for row in rows
+                if row["protocol"] == protocol
+            )
+    bench.report.tables[f"lookups of 26 × {LOOKUP_BATCH} keys, {target.title}"] = rows
 
 
 def measure_loopback(
@@ -189,39 +242,24 @@ def measure_anchor(bench: Bench, *, quick: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         scene = write_anchor(Path(folder), 1_000 if quick else 100_000)
         reference = Reference(scene)
-        with _server(bench, scene, gpu=True) as server:
+        with _server(bench, scene, gpu=True) as target:
             for protocol in PROTOCOLS:
                 template = scene.template(protocol, ANCHOR_BATCH)
                 for callers in bench.extent.callers[1:]:
-                    summary = bench.load(addresses_of(server)[protocol], template, callers)
-                    bench.check(f"DLRM, {protocol}", template, summary, reference)
-                    rows.append({"protocol": protocol, "callers": callers, **_row(summary)})
+                    measured = bench.measure(target, protocol, template, callers)
+                    bench.check(f"DLRM, {protocol}", template, measured.load, reference)
+                    rows.append({"protocol": protocol, "callers": callers, **measured.row()})
     bench.report.tables[f"DLRM of Ray Serve, {ANCHOR_BATCH} samples a request"] = rows
     bench.report.values["anchor"] = max(row["requests/s"] for row in rows) / RAY
 
 
-def _row(cell: LoadSummary) -> dict[str, Any]:
-    return {
-        "requests/s": cell.per_second,
-        "p50 ms": cell.p50_ms,
-        "p99 ms": cell.p99_ms,
-        "max ms": cell.max_ms,
-        "errors": cell.errors,
-        "load cores": cell.client_cpu_s / cell.seconds,
-    }
-
-
-def addresses_of(server: Hps) -> dict[str, str]:
-    return {"rest": server.address, "grpc": server.grpc}
-
-
 @contextmanager
-def _server(bench: Bench, scene: Scene, *, gpu: bool) -> Iterator[Hps]:
+def _server(bench: Bench, scene: Scene, *, gpu: bool) -> Iterator[Target]:
     with (
         running_server(scene, bench.cores, gpu=gpu, workers=bench.workers) as server,
         on_cores(bench.cores.load),
     ):
-        yield server
+        yield Target.of("GPU" if gpu else "CPU", server)
 
 
 def judge(values: dict[str, float], gpu: Cells, cpu: Cells) -> None:
@@ -266,19 +304,19 @@ def run(options: Options) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         scene = write_scene(Path(folder))
         if has_gpu and "gpu" in parts:
-            with _server(bench, scene, gpu=True) as server:
-                gpu = measure_predictions(bench, "GPU", addresses_of(server), scene)
+            with _server(bench, scene, gpu=True) as target:
+                gpu = measure_predictions(bench, target, scene)
                 if "lookups" in parts:
-                    measure_lookups(bench, "GPU", addresses_of(server), scene)
+                    measure_lookups(bench, target, scene)
         if "cpu" in parts:
-            with _server(bench, scene, gpu=False) as server:
-                cpu = measure_predictions(bench, "CPU", addresses_of(server), scene)
+            with _server(bench, scene, gpu=False) as target:
+                cpu = measure_predictions(bench, target, scene)
                 if "lookups" in parts and not has_gpu:
-                    measure_lookups(bench, "CPU", addresses_of(server), scene)
+                    measure_lookups(bench, target, scene)
         if triton := options.extra.get("triton"):
             host, http, grpc = triton.split(":")
             addresses = {"rest": f"{host}:{http}", "grpc": f"{host}:{grpc}"}
-            measure_predictions(bench, "Triton", addresses, scene)
+            measure_predictions(bench, Target("Triton", addresses), scene)
     if has_gpu and "anchor" in parts:
         measure_anchor(bench, quick=options.quick)
     if gpu:
@@ -308,6 +346,7 @@ BENCHMARK = Benchmark(
     helpers=(
         *("benchmarks/common.py", "benchmarks/measure.py", "benchmarks/gpu_server_scene.py"),
         *("benchmarks/gpu_serving.py", "benchmarks/native_load", "benchmarks/grpc_load.py"),
+        "benchmarks/request_templates.py",
     ),
     missing_requirement=missing_requirement,
     arguments={

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.gpu_server_scene import PatchedTensor, make_template
 from benchmarks.gpu_serving import NAMES
 from benchmarks.native_load import Template
+from benchmarks.request_templates import PatchedTensor, make_template
 from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec, TensorSpec
 from hps.models.version_writer import write_version
 

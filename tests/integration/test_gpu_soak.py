@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.common import Report
-from benchmarks.gpu_soak import ServerSoak, soak_server
+from benchmarks.gpu_soak_server import ServerSoak, soak_server
 
 pytestmark = pytest.mark.alone  # pins processes to cores
 

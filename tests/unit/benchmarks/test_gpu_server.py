@@ -14,10 +14,9 @@ from benchmarks.gpu_server_scene import (
     Cores,
     Reference,
     Scene,
-    answered_tensors,
-    sent_tensors,
     write_anchor,
 )
+from benchmarks.request_templates import answered_tensors, sent_tensors
 
 SCENE = Scene(None, "m", 1000, 32)
 

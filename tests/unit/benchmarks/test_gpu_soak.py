@@ -7,7 +7,7 @@ import onnxruntime
 import pytest
 
 from benchmarks.gpu_serving import NAMES
-from benchmarks.gpu_soak import CacheSoak, growth
+from benchmarks.gpu_soak_cache import CacheSoak
 from benchmarks.gpu_soak_scene import (
     DIM,
     SENT_KEYS,
@@ -16,6 +16,7 @@ from benchmarks.gpu_soak_scene import (
     marked_rows,
     round_factors,
 )
+from benchmarks.gpu_soak_server import growth
 from hps.tiers.cpu.cache import CpuCache
 from hps.types import EmbeddingTable
 
