@@ -44,4 +44,5 @@ NB_MODULE(_core, m) {
   bind_in_flight(m);
   bind_misses(m);
   bind_resp(m);
+  bind_scheduler(m);
 }

@@ -57,3 +57,5 @@ void bind_in_flight(nb::module_& m);
 void bind_misses(nb::module_& m);
 // Adds RowReplies and ProtocolError.
 void bind_resp(nb::module_& m);
+// Adds BatchScheduler and ChannelClient.
+void bind_scheduler(nb::module_& m);

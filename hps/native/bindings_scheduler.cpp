@@ -1,0 +1,293 @@
+// Python bindings of the batch scheduler and of its clients' channels.
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "bindings.hpp"
+#include "hps/batch_scheduler.hpp"
+
+namespace {
+
+using Address = std::uint64_t;
+using Writable = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
+
+template <typename T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// A Python function that the scheduler's thread calls, and drops, with the GIL.
+class HeldFunction {
+ public:
+  explicit HeldFunction(nb::object function) : function_(std::move(function)) {}
+  ~HeldFunction() {
+    const nb::gil_scoped_acquire acquired;
+    function_.reset();
+  }
+  bool call() const {
+    const nb::gil_scoped_acquire acquired;
+    try {
+      return nb::cast<bool>(function_());
+    } catch (...) {  // the function logs its own errors
+      return false;
+    }
+  }
+
+ private:
+  nb::object function_;
+};
+
+hps::Step copy_step(hps::Step::Kind kind, Address device, Address host, std::size_t bytes) {
+  hps::Step step;
+  step.kind = kind;
+  step.device = device;
+  step.host = pointer<void>(host);
+  step.bytes = bytes;
+  return step;
+}
+
+hps::Step kernel_step(Address function, std::uint32_t blocks, std::uint32_t threads,
+                      Address arguments, bool reads_tables,
+                      const std::vector<std::pair<Address, Address>>& fresh) {
+  hps::Step step;
+  step.kind = hps::Step::Kind::kKernel;
+  step.function = pointer<void>(function);
+  step.blocks = blocks;
+  step.threads = threads;
+  step.host = pointer<void>(arguments);
+  step.reads_tables = reads_tables;
+  for (const auto& [field, value] : fresh)
+    step.fresh.emplace_back(pointer<std::uint32_t>(field), pointer<const std::uint32_t>(value));
+  return step;
+}
+
+hps::Step graph_step(Address graph) {
+  hps::Step step;
+  step.kind = hps::Step::Kind::kGraph;
+  step.function = pointer<void>(graph);
+  return step;
+}
+
+hps::Step call_step(nb::object function) {
+  hps::Step step;
+  auto held = std::make_shared<HeldFunction>(std::move(function));
+  step.call = [held] { return held->call(); };
+  return step;
+}
+
+hps::SizeClass make_size_class(std::uint32_t batch, const std::vector<Address>& inputs,
+                               const std::vector<Address>& outputs,
+                               const std::vector<Address>& missing_keys,
+                               std::vector<hps::Step> steps) {
+  hps::SizeClass made;
+  made.batch = batch;
+  for (const Address each : inputs) made.inputs.push_back(pointer<std::uint8_t>(each));
+  for (const Address each : outputs) made.outputs.push_back(pointer<std::uint8_t>(each));
+  for (const Address each : missing_keys)
+    made.missing_keys.push_back(pointer<const std::uint32_t>(each));
+  made.steps = std::move(steps);
+  return made;
+}
+
+std::uint32_t py_add_lane(hps::BatchScheduler& scheduler, std::uint32_t model,
+                          const std::vector<const hps::SizeClass*>& classes, Address context,
+                          Address stream) {
+  std::vector<hps::SizeClass> copies;
+  for (const hps::SizeClass* each : classes) copies.push_back(*each);
+  return scheduler.add_lane(model, std::move(copies), pointer<void>(context),
+                            pointer<void>(stream));
+}
+
+nb::object py_take_incomplete(hps::BatchScheduler& scheduler, int timeout_ms) {
+  hps::BatchScheduler::Incomplete batch{};
+  bool found = false;
+  {
+    const WithoutGil released;
+    found = scheduler.take_incomplete(batch, timeout_ms);
+  }
+  if (!found) return nb::none();
+  return nb::make_tuple(batch.lane, batch.size_class, batch.samples);
+}
+
+Writable view(std::uint8_t* data, std::size_t size) {
+  return Writable(data, {size}, nb::handle());
+}
+
+nb::object py_take_slow(hps::BatchScheduler& scheduler, int timeout_ms) {
+  hps::BatchScheduler::SlowRequest request{};
+  bool found = false;
+  {
+    const WithoutGil released;
+    found = scheduler.take_slow(request, timeout_ms);
+  }
+  if (!found) return nb::none();
+  return nb::make_tuple(request.number, request.model, request.batch, request.deadline_ns,
+                        view(request.inputs, request.in_bytes),
+                        view(request.outputs, request.out_bytes));
+}
+
+nb::dict py_counts(hps::BatchScheduler& scheduler, std::uint32_t model) {
+  hps::ModelCounts counts;
+  {
+    const WithoutGil released;
+    counts = scheduler.counts(model);
+  }
+  nb::dict found;
+  found["requests"] = counts.requests;
+  found["samples"] = counts.samples;
+  found["batches"] = counts.batches;
+  found["expired"] = counts.expired;
+  found["failed"] = counts.failed;
+  found["incomplete"] = counts.incomplete;
+  found["slow"] = counts.slow;
+  found["device_ns"] = counts.device_ns;
+  return found;
+}
+
+// A ChannelClient that knows its requests by tickets.
+class Client {
+ public:
+  Client(int file, std::size_t bytes, int wake, int woken) : client_(file, bytes, wake, woken) {}
+
+  bool submit(std::uint64_t ticket, std::uint32_t model, std::uint32_t batch,
+              std::int64_t deadline_ns, const std::vector<Bytes>& columns,
+              std::uint64_t out_bytes) {
+    std::uint64_t in_bytes = 0;
+    for (const Bytes& column : columns) in_bytes += column.shape(0);
+    hps::RequestSlot* slot = client_.allocate(in_bytes, out_bytes);
+    if (slot == nullptr) return false;
+    slot->ticket = ticket;
+    slot->model = model;
+    slot->batch = batch;
+    slot->deadline_ns = deadline_ns;
+    without_gil_for_bytes(in_bytes, [&] {
+      std::uint8_t* to = hps::ChannelClient::inputs(slot);
+      for (const Bytes& column : columns) {
+        std::memcpy(to, column.data(), column.shape(0));
+        to += column.shape(0);
+      }
+    });
+    {
+      const std::lock_guard<std::mutex> held(lock_);
+      waiting_[ticket] = slot;
+    }
+    client_.submit(slot);
+    return true;
+  }
+
+  void cancel(std::uint64_t ticket) {
+    const std::lock_guard<std::mutex> held(lock_);
+    const auto found = waiting_.find(ticket);
+    if (found != waiting_.end()) found->second->cancelled.store(1, std::memory_order_relaxed);
+  }
+
+  nb::list receive(int timeout_ms) {
+    std::vector<hps::RequestSlot*> answered;
+    if (timeout_ms == 0) {
+      client_.receive(answered, 0);
+    } else {
+      const WithoutGil released;
+      client_.receive(answered, timeout_ms);
+    }
+    nb::list found;
+    for (hps::RequestSlot* slot : answered) {
+      const bool reply = slot->status == hps::RequestStatus::kReplied ||
+                         slot->status == hps::RequestStatus::kFailed;
+      const bool done = slot->status == hps::RequestStatus::kDone;
+      const std::size_t size = done ? slot->out_bytes : reply ? slot->reply_bytes : 0;
+      std::unique_ptr<std::uint8_t[]> copy(new std::uint8_t[size]);
+      std::memcpy(copy.get(), hps::ChannelClient::outputs(slot), size);
+      found.append(nb::make_tuple(slot->ticket, static_cast<std::uint32_t>(slot->status),
+                                  as_numpy(std::move(copy), size), slot->launched_ns,
+                                  slot->ended_ns));
+      {
+        const std::lock_guard<std::mutex> held(lock_);
+        waiting_.erase(slot->ticket);
+      }
+      client_.free(slot);
+    }
+    return found;
+  }
+
+  void interrupt() { client_.interrupt(); }
+  std::size_t capacity() const { return client_.capacity(); }
+
+ private:
+  hps::ChannelClient client_;
+  std::mutex lock_;
+  std::unordered_map<std::uint64_t, hps::RequestSlot*> waiting_;
+};
+
+}  // namespace
+
+void bind_scheduler(nb::module_& m) {
+  nb::class_<hps::Step>(m, "Step")
+      .def_static("copy_in",
+                  [](Address device, Address host, std::size_t bytes) {
+                    return copy_step(hps::Step::Kind::kCopyIn, device, host, bytes);
+                  })
+      .def_static("copy_out",
+                  [](Address host, Address device, std::size_t bytes) {
+                    return copy_step(hps::Step::Kind::kCopyOut, device, host, bytes);
+                  })
+      .def_static("kernel", &kernel_step, nb::arg("function"), nb::arg("blocks"),
+                  nb::arg("threads"), nb::arg("arguments"), nb::arg("reads_tables"),
+                  nb::arg("fresh"))
+      .def_static("graph", &graph_step)
+      .def_static("call", &call_step);
+  nb::class_<hps::SizeClass>(m, "SizeClass")
+      .def_static("make", &make_size_class, nb::arg("batch"), nb::arg("inputs"),
+                  nb::arg("outputs"), nb::arg("missing_keys"), nb::arg("steps"));
+  nb::class_<hps::BatchScheduler>(m, "BatchScheduler")
+      .def(nb::init<int, std::uint32_t>(), nb::arg("wake"), nb::arg("spin_us"))
+      .def("run",
+           [](hps::BatchScheduler& scheduler) {
+             const WithoutGil released;
+             scheduler.run();
+           })
+      .def("stop", &hps::BatchScheduler::stop)
+      .def("add_model",
+           [](hps::BatchScheduler& scheduler, std::vector<std::uint32_t> inputs,
+              std::vector<std::uint32_t> outputs) {
+             return scheduler.add_model({std::move(inputs), std::move(outputs)});
+           })
+      .def("add_lane", &py_add_lane, nb::arg("model"), nb::arg("classes"), nb::arg("context"),
+           nb::arg("stream"))
+      .def("remove_model",
+           [](hps::BatchScheduler& scheduler, std::uint32_t model) {
+             const WithoutGil released;
+             scheduler.remove_model(model);
+           })
+      .def("add_channel", &hps::BatchScheduler::add_channel)
+      .def("remove_channel", &hps::BatchScheduler::remove_channel)
+      .def("counts", &py_counts)
+      .def("take_incomplete", &py_take_incomplete, nb::arg("timeout_ms"))
+      .def("finish_incomplete", &hps::BatchScheduler::finish_incomplete)
+      .def("take_slow", &py_take_slow, nb::arg("timeout_ms"))
+      .def("answer_slow",
+           [](hps::BatchScheduler& scheduler, std::uint64_t number, std::uint32_t status,
+              std::uint64_t reply_bytes) {
+             scheduler.answer_slow(number, static_cast<hps::RequestStatus>(status), reply_bytes);
+           })
+      .def("hold_back", [](hps::BatchScheduler& scheduler, Address stream) {
+        const WithoutGil released;
+        return scheduler.hold_back(pointer<void>(stream));
+      });
+  nb::class_<Client>(m, "ChannelClient")
+      .def(nb::init<int, std::size_t, int, int>(), nb::arg("file"), nb::arg("bytes"),
+           nb::arg("wake"), nb::arg("woken"))
+      .def("submit", &Client::submit, nb::arg("ticket"), nb::arg("model"), nb::arg("batch"),
+           nb::arg("deadline_ns"), nb::arg("columns"), nb::arg("out_bytes"))
+      .def("cancel", &Client::cancel)
+      .def("receive", &Client::receive, nb::arg("timeout_ms"))
+      .def("interrupt", &Client::interrupt)
+      .def_prop_ro("capacity", &Client::capacity);
+}

@@ -1,0 +1,176 @@
+// Continuous batching on a device: requests that arrive while a batch runs form the next one.
+//
+// One thread takes requests from channels, copies their samples into the input memory of a free
+// lane, starts the lane's steps, and copies the outputs back when they have ended. It never waits
+// for a timer, and never holds Python's GIL except in a step or a callback that is Python's.
+//
+// A request is `batch` samples in columns of fixed widths, so any samples can run in one batch. A
+// request larger than a batch runs in pieces, and goes to the end of its model's queue after each:
+// a small request that arrives meanwhile is in the next batch.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "hps/cuda_driver.hpp"
+#include "hps/request_channel.hpp"
+
+namespace hps {
+
+// A step of a lane's work: one call of the driver, or a function.
+struct Step {
+  enum class Kind { kCopyIn, kCopyOut, kKernel, kGraph, kCall };
+  // A field of a kernel's arguments that is copied before each launch, for example a clock.
+  using Refresh = std::pair<std::uint32_t*, const std::uint32_t*>;
+
+  Kind kind = Kind::kCall;
+  std::uint64_t device = 0;    // copies: the address on the device
+  void* host = nullptr;        // copies: pinned memory; kernels: the struct of arguments
+  std::size_t bytes = 0;       // copies
+  void* function = nullptr;    // kernels: CUfunction; graphs: CUgraphExec
+  std::uint32_t blocks = 0;    // kernels
+  std::uint32_t threads = 0;   // kernels
+  bool reads_tables = false;   // kernels: writers of tables wait for its end
+  std::vector<Refresh> fresh;  // kernels
+  std::function<bool()> call;  // calls: false if it failed
+};
+
+// The steps of one lane for batches of up to `batch` samples.
+struct SizeClass {
+  std::uint32_t batch = 0;
+  std::vector<std::uint8_t*> inputs, outputs;      // per column, host memory of the lane
+  std::vector<Step> steps;                         // in order, on the lane's stream
+  std::vector<const std::uint32_t*> missing_keys;  // counts that the steps leave; their sum
+};
+
+struct ModelLayout {
+  std::vector<std::uint32_t> input_widths, output_widths;  // bytes per sample and column
+};
+
+struct ModelCounts {
+  std::uint64_t requests = 0, samples = 0, batches = 0, expired = 0, failed = 0;
+  std::uint64_t incomplete = 0;  // batches that missed rows on the device
+  std::uint64_t slow = 0;        // requests that went to `take_slow`
+  std::uint64_t device_ns = 0;   // from launch to end, summed over batches
+};
+
+class BatchScheduler {
+ public:
+  // A batch whose rows are not all on the device, for the caller of `take_incomplete`.
+  struct Incomplete {
+    std::uint32_t lane, size_class, samples;
+  };
+  // A request that the lanes cannot run, for the caller of `take_slow`. The pointers are valid
+  // until it is answered.
+  struct SlowRequest {
+    std::uint64_t number;
+    std::uint32_t model, batch;
+    std::int64_t deadline_ns;
+    std::uint8_t *inputs, *outputs;
+    std::uint64_t in_bytes, out_bytes;
+  };
+
+  // `wake`: the scheduler's eventfd (non-blocking), the caller's. `spin_us`: time that the thread
+  // looks for requests before it sleeps.
+  BatchScheduler(int wake, std::uint32_t spin_us);
+  ~BatchScheduler();
+
+  // Runs until `stop`; the thread of the scheduler.
+  void run();
+  // Ends `run` once the running batches have ended; waiting requests are unavailable. Thread-safe.
+  void stop();
+
+  // The following may be called from any thread, also before `run`.
+  // Returns the model's number, which requests name.
+  std::uint32_t add_model(ModelLayout layout);
+  // Adds a lane of `model`: `stream` of the device with the context `context`, or null and null for
+  // steps that are calls. Size classes by ascending batch. After its steps missed rows, a model
+  // skips them for some batches, which are then incomplete. Returns the lane's number.
+  std::uint32_t add_lane(std::uint32_t model, std::vector<SizeClass> classes, void* context,
+                         void* stream);
+  // Removes a model and its lanes, after their batches have ended. Waiting requests are
+  // unavailable. Blocks.
+  void remove_model(std::uint32_t model);
+  // Adds a client's channel; returns its number. Throws as ChannelMemory does.
+  std::uint32_t add_channel(int file, int wake_client);
+  // Removes a channel whose client has ended; its requests are dropped. Does not block.
+  void remove_channel(std::uint32_t channel);
+  ModelCounts counts(std::uint32_t model);
+
+  // Waits up to `timeout_ms` for a batch with missing rows; false if none came, or after `stop`.
+  bool take_incomplete(Incomplete& batch, int timeout_ms);
+  // Ends it: with `complete`, the outputs are in the lane's memory; else its requests go to
+  // `take_slow`.
+  void finish_incomplete(std::uint32_t lane, bool complete);
+  // Likewise for a request that needs the slow path.
+  bool take_slow(SlowRequest& request, int timeout_ms);
+  // Ends it. `reply_bytes` are written in its outputs' space, if the status is kReplied or kFailed.
+  void answer_slow(std::uint64_t number, RequestStatus status, std::uint64_t reply_bytes);
+
+  // Makes later work on `stream` wait for all kernels launched before that read tables.
+  // Thread-safe. Returns the driver's error code.
+  int hold_back(void* stream);
+
+ private:
+  struct Channel;
+  struct Request;
+  struct Lane;
+  struct Model;
+  template <typename T>
+  class Handoff;
+
+  void enqueue(std::function<void()> change);
+  void apply_changes();
+  bool take_requests();
+  void accept(const std::shared_ptr<Channel>& channel, std::uint32_t offset,
+              const RequestSlot& head);
+  bool start_batches();
+  bool form_batch(Model& model, Lane& lane);
+  void copy_in(const Lane& lane, const SizeClass& size, std::uint32_t samples);
+  bool launch(Lane& lane);
+  bool run_step(Lane& lane, Step& step);
+  bool end_batches();
+  void end_batch(Lane& lane);
+  void deliver(Lane& lane, bool complete);
+  void fail_batch(Lane& lane, const std::string& message);
+  void end_request(Request* request, RequestStatus status, const std::string& message = {});
+  void make_slow(Request* request);
+  bool expired(Request* request);
+  void sleep();
+  void finish_channels();
+
+  const int wake_;
+  const std::uint32_t spin_us_;
+  std::atomic<bool> stopping_{false};
+
+  std::mutex changes_lock_;
+  std::vector<std::function<void()>> changes_;
+  std::atomic<bool> changed_{false};
+  std::atomic<bool> running_{false};
+
+  std::mutex readers_lock_;  // held while a kernel that reads tables starts, and in hold_back
+
+  // The scheduler's thread alone uses what follows, once it runs.
+  std::unordered_map<std::uint32_t, std::shared_ptr<Channel>> channels_;
+  std::unordered_map<std::uint32_t, std::unique_ptr<Model>> models_;
+  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::vector<std::uint32_t> turn_;  // models in the order of their next batch
+  std::unordered_map<std::uint64_t, std::unique_ptr<Request>> slow_;
+  std::uint64_t next_slow_ = 1;
+  void* context_ = nullptr;
+
+  std::atomic<std::uint32_t> next_model_{1}, next_channel_{1}, next_lane_{0};
+  std::unique_ptr<Handoff<Incomplete>> incomplete_;
+  std::unique_ptr<Handoff<SlowRequest>> slow_requests_;
+};
+
+}  // namespace hps

@@ -1,0 +1,676 @@
+#include "hps/batch_scheduler.hpp"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <future>
+#include <stdexcept>
+
+namespace hps {
+
+namespace {
+
+// Batches for which a lane skips its steps after they missed rows: at first, and at most.
+constexpr std::uint32_t kSkipFirst = 1, kSkipMost = 64;
+
+std::int64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * std::int64_t{1'000'000'000} + now.tv_nsec;
+}
+
+void pause_briefly() {
+  for (int i = 0; i < 16; ++i) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+}
+
+std::uint64_t sum(const std::vector<std::uint32_t>& widths) {
+  std::uint64_t total = 0;
+  for (const std::uint32_t width : widths) total += width;
+  return total;
+}
+
+}  // namespace
+
+// Passes work from the scheduler's thread to others.
+template <typename T>
+class BatchScheduler::Handoff {
+ public:
+  void put(T item) {
+    {
+      const std::lock_guard<std::mutex> held(lock_);
+      items_.push_back(item);
+    }
+    ready_.notify_one();
+  }
+
+  bool take(T& item, int timeout_ms) {
+    std::unique_lock<std::mutex> held(lock_);
+    ready_.wait_for(held, std::chrono::milliseconds(timeout_ms),
+                    [&] { return closed_ || !items_.empty(); });
+    if (items_.empty()) return false;
+    item = items_.front();
+    items_.pop_front();
+    return true;
+  }
+
+  void close() {
+    {
+      const std::lock_guard<std::mutex> held(lock_);
+      closed_ = true;
+    }
+    ready_.notify_all();
+  }
+
+ private:
+  std::mutex lock_;
+  std::condition_variable ready_;
+  std::deque<T> items_;
+  bool closed_ = false;
+};
+
+struct BatchScheduler::Channel {
+  Channel(int file, int wake_client) : server(file, wake_client) {}
+  ChannelServer server;
+  bool open = true;  // false: its client has ended
+};
+
+struct BatchScheduler::Request {
+  std::shared_ptr<Channel> channel;
+  std::uint32_t offset, model, batch;
+  std::int64_t deadline_ns;
+  std::uint64_t in_bytes, out_bytes;
+  std::uint8_t *inputs, *outputs;
+  std::uint32_t started = 0;    // samples that are in batches, or were
+  std::uint32_t in_flight = 0;  // batches with samples of it
+  bool slow = false;            // a batch could not be completed
+  RequestStatus failure = RequestStatus::kPending;
+  std::int64_t launched_ns = 0;
+
+  bool all_started() const { return started == batch || slow || failed(); }
+  bool failed() const { return failure != RequestStatus::kPending; }
+};
+
+struct BatchScheduler::Lane {
+  struct Piece {
+    Request* request;
+    std::uint32_t start, count;
+  };
+  enum class State { kIdle, kRunning, kIncomplete };
+
+  std::uint32_t number, model;
+  std::vector<SizeClass> classes;
+  void *context, *stream, *reader = nullptr, *done = nullptr;
+  State state = State::kIdle;
+  std::vector<Piece> pieces;
+  std::uint32_t used = 0, samples = 0;  // the batch's size class, and its samples
+  std::int64_t launched_ns = 0;
+  std::string error;
+
+  const SizeClass& size() const { return classes[used]; }
+};
+
+struct BatchScheduler::Model {
+  std::uint32_t number;
+  ModelLayout layout;
+  std::uint64_t in_width, out_width;
+  std::vector<Lane*> lanes;
+  std::deque<Request*> queue;
+  std::unordered_map<Request*, std::unique_ptr<Request>> requests;
+  std::uint32_t skip = 0, skip_next = kSkipFirst;
+  bool closing = false;
+  std::promise<void> closed;
+  ModelCounts counts;
+
+  // Takes the request out of the queue, if pieces of it wait there, and gives it to the caller.
+  std::unique_ptr<Request> release(Request* request) {
+    if (request->started < request->batch)
+      queue.erase(std::remove(queue.begin(), queue.end(), request), queue.end());
+    const auto found = requests.find(request);
+    std::unique_ptr<Request> owned = std::move(found->second);
+    requests.erase(found);
+    return owned;
+  }
+};
+
+BatchScheduler::BatchScheduler(int wake, std::uint32_t spin_us)
+    : wake_(wake),
+      spin_us_(spin_us),
+      incomplete_(std::make_unique<Handoff<Incomplete>>()),
+      slow_requests_(std::make_unique<Handoff<SlowRequest>>()) {}
+
+BatchScheduler::~BatchScheduler() {
+  const CudaDriver* driver = CudaDriver::get();
+  for (const auto& lane : lanes_) {
+    if (driver == nullptr || lane->done == nullptr) continue;
+    driver->event_destroy(lane->done);
+    driver->event_destroy(lane->reader);
+  }
+}
+
+// -- changes from other threads ------------------------------------------------------------------
+
+void BatchScheduler::enqueue(std::function<void()> change) {
+  {
+    const std::lock_guard<std::mutex> held(changes_lock_);
+    changes_.push_back(std::move(change));
+    changed_.store(true, std::memory_order_seq_cst);
+  }
+  const std::uint64_t one = 1;
+  if (write(wake_, &one, sizeof one) < 0) return;  // full: the thread is awake
+}
+
+void BatchScheduler::apply_changes() {
+  std::vector<std::function<void()>> changes;
+  {
+    const std::lock_guard<std::mutex> held(changes_lock_);
+    changes.swap(changes_);
+    changed_.store(false, std::memory_order_seq_cst);
+  }
+  for (const auto& change : changes) change();
+}
+
+std::uint32_t BatchScheduler::add_model(ModelLayout layout) {
+  const std::uint32_t number = next_model_++;
+  auto model = std::make_shared<std::unique_ptr<Model>>(std::make_unique<Model>());
+  (*model)->number = number;
+  (*model)->in_width = sum(layout.input_widths);
+  (*model)->out_width = sum(layout.output_widths);
+  (*model)->layout = std::move(layout);
+  enqueue([this, model, number] {
+    models_[number] = std::move(*model);
+    turn_.push_back(number);
+  });
+  return number;
+}
+
+std::uint32_t BatchScheduler::add_lane(std::uint32_t model, std::vector<SizeClass> classes,
+                                       void* context, void* stream) {
+  auto lane = std::make_shared<std::unique_ptr<Lane>>(std::make_unique<Lane>());
+  Lane& made = **lane;
+  made.number = next_lane_++;
+  made.model = model;
+  made.classes = std::move(classes);
+  made.context = context;
+  made.stream = stream;
+  if (context != nullptr) {
+    const CudaDriver* driver = CudaDriver::get();
+    if (driver == nullptr) throw std::runtime_error("libcuda.so.1 cannot be loaded");
+    // The caller's thread has a current context, which stays as it is: events are created by it.
+    if (driver->event_create(&made.done, kEventDisableTiming) != kCudaSuccess ||
+        driver->event_create(&made.reader, kEventDisableTiming) != kCudaSuccess)
+      throw std::runtime_error("a lane's CUDA events cannot be created");
+  }
+  enqueue([this, lane] {
+    const auto found = models_.find((*lane)->model);
+    if (found == models_.end()) return;
+    const std::lock_guard<std::mutex> held(readers_lock_);
+    const std::uint32_t number = (*lane)->number;
+    if (lanes_.size() <= number) lanes_.resize(number + 1);
+    lanes_[number] = std::move(*lane);
+    found->second->lanes.push_back(lanes_[number].get());
+  });
+  return made.number;
+}
+
+void BatchScheduler::remove_model(std::uint32_t model) {
+  auto closed = std::make_shared<std::promise<void>>();
+  std::future<void> end = closed->get_future();
+  enqueue([this, model, closed] {
+    const auto found = models_.find(model);
+    if (found == models_.end()) return closed->set_value();
+    found->second->closing = true;
+    found->second->closed = std::move(*closed);
+  });
+  while (end.wait_for(std::chrono::milliseconds(10)) != std::future_status::ready) {
+    // Without a running thread nothing uses the model: it goes with the scheduler.
+    if (!running_.load()) return;
+  }
+}
+
+std::uint32_t BatchScheduler::add_channel(int file, int wake_client) {
+  auto channel = std::make_shared<Channel>(file, wake_client);
+  const std::uint32_t number = next_channel_++;
+  enqueue([this, channel, number] { channels_[number] = channel; });
+  return number;
+}
+
+void BatchScheduler::remove_channel(std::uint32_t channel) {
+  enqueue([this, channel] {
+    const auto found = channels_.find(channel);
+    if (found == channels_.end()) return;
+    found->second->open = false;  // its requests still refer to it
+    channels_.erase(found);
+  });
+}
+
+ModelCounts BatchScheduler::counts(std::uint32_t model) {
+  auto promise = std::make_shared<std::promise<ModelCounts>>();
+  std::future<ModelCounts> counts = promise->get_future();
+  enqueue([this, model, promise] {
+    const auto found = models_.find(model);
+    promise->set_value(found == models_.end() ? ModelCounts() : found->second->counts);
+  });
+  while (counts.wait_for(std::chrono::milliseconds(10)) != std::future_status::ready)
+    if (!running_.load()) return ModelCounts();
+  return counts.get();
+}
+
+bool BatchScheduler::take_incomplete(Incomplete& batch, int timeout_ms) {
+  return incomplete_->take(batch, timeout_ms);
+}
+
+void BatchScheduler::finish_incomplete(std::uint32_t lane, bool complete) {
+  enqueue([this, lane, complete] {
+    Lane& ended = *lanes_[lane];
+    if (ended.state == Lane::State::kIncomplete) deliver(ended, complete);
+  });
+}
+
+bool BatchScheduler::take_slow(SlowRequest& request, int timeout_ms) {
+  return slow_requests_->take(request, timeout_ms);
+}
+
+void BatchScheduler::answer_slow(std::uint64_t number, RequestStatus status,
+                                 std::uint64_t reply_bytes) {
+  enqueue([this, number, status, reply_bytes] {
+    const auto found = slow_.find(number);
+    if (found == slow_.end()) return;
+    Request* request = found->second.get();
+    request->channel->server.slot(request->offset).reply_bytes =
+        std::min(reply_bytes, request->out_bytes);
+    end_request(request, status);
+    slow_.erase(found);
+  });
+}
+
+int BatchScheduler::hold_back(void* stream) {
+  const CudaDriver* driver = CudaDriver::get();
+  const std::lock_guard<std::mutex> held(readers_lock_);
+  for (const auto& lane : lanes_) {
+    if (lane == nullptr || lane->reader == nullptr) continue;
+    if (const int code = driver->stream_wait(stream, lane->reader, 0); code != kCudaSuccess)
+      return code;
+  }
+  return kCudaSuccess;
+}
+
+// -- the thread ----------------------------------------------------------------------------------
+
+void BatchScheduler::run() {
+  running_.store(true);
+  std::int64_t idle_from = 0;
+  while (!stopping_.load(std::memory_order_relaxed)) {
+    bool progress = changed_.load(std::memory_order_relaxed);
+    if (progress) apply_changes();
+    progress |= take_requests();
+    progress |= end_batches();
+    finish_channels();
+    progress |= start_batches();
+    finish_channels();
+    if (progress) {
+      idle_from = 0;
+      continue;
+    }
+    const bool device_runs = std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) {
+      return lane != nullptr && lane->state == Lane::State::kRunning;
+    });
+    if (!device_runs) {
+      if (idle_from == 0) idle_from = now_ns();
+      if (now_ns() - idle_from >= spin_us_ * std::int64_t{1000}) sleep();
+    }
+    pause_briefly();
+  }
+  for (const auto& lane : lanes_)
+    while (lane != nullptr && lane->state == Lane::State::kRunning) end_batches();
+  for (auto& [number, model] : models_) {
+    for (auto& [pointer, request] : model->requests)
+      end_request(pointer, RequestStatus::kUnavailable);
+  }
+  for (auto& [number, request] : slow_) end_request(request.get(), RequestStatus::kUnavailable);
+  finish_channels();
+  running_.store(false);
+  incomplete_->close();
+  slow_requests_->close();
+}
+
+void BatchScheduler::stop() {
+  stopping_.store(true);
+  enqueue([] {});
+  if (!running_.load()) {
+    incomplete_->close();
+    slow_requests_->close();
+  }
+}
+
+void BatchScheduler::sleep() {
+  bool quiet = true;
+  for (auto& [number, channel] : channels_) quiet &= channel->server.sleep();
+  if (quiet && !changed_.load(std::memory_order_seq_cst)) {
+    pollfd waited{wake_, POLLIN, 0};
+    poll(&waited, 1, 1000);
+  }
+  for (auto& [number, channel] : channels_) channel->server.awake();
+  std::uint64_t count;
+  if (read(wake_, &count, sizeof count) < 0) count = 0;  // nothing to clear
+}
+
+void BatchScheduler::finish_channels() {
+  for (auto& [number, channel] : channels_) channel->server.finish();
+}
+
+bool BatchScheduler::take_requests() {
+  bool any = false;
+  RequestSlot head;
+  std::uint32_t offset;
+  for (auto& [number, channel] : channels_)
+    while (channel->server.take(offset, head)) {
+      any = true;
+      accept(channel, offset, head);
+    }
+  return any;
+}
+
+void BatchScheduler::accept(const std::shared_ptr<Channel>& channel, std::uint32_t offset,
+                            const RequestSlot& head) {
+  auto request = std::make_unique<Request>();
+  request->channel = channel;
+  request->offset = offset;
+  request->model = head.model;
+  request->batch = head.batch;
+  request->deadline_ns = head.deadline_ns;
+  request->in_bytes = head.in_bytes;
+  request->out_bytes = head.out_bytes;
+  request->inputs = inputs_of(channel->server.slot(offset));
+  request->outputs = outputs_of(channel->server.slot(offset), head.in_bytes);
+  const auto found = models_.find(head.model);
+  if (found == models_.end() || found->second->closing)
+    return end_request(request.get(), RequestStatus::kUnavailable);
+  Model& model = *found->second;
+  ++model.counts.requests;
+  Request* const pointer = request.get();
+  model.requests.emplace(pointer, std::move(request));
+  if (head.batch == 0 || model.lanes.empty()) return make_slow(pointer);
+  if (head.in_bytes != head.batch * model.in_width ||
+      head.out_bytes < head.batch * model.out_width) {
+    return end_request(model.release(pointer).get(), RequestStatus::kFailed,
+                       "the request does not have the model's layout");
+  }
+  model.counts.samples += head.batch;
+  model.queue.push_back(pointer);
+}
+
+bool BatchScheduler::start_batches() {
+  bool any = false;
+  for (std::size_t left = turn_.size(); left != 0; --left) {
+    const std::uint32_t number = turn_.front();
+    std::rotate(turn_.begin(), turn_.begin() + 1, turn_.end());
+    Model& model = *models_[number];
+    if (model.closing) {
+      while (!model.queue.empty()) {
+        Request* const request = model.queue.front();
+        model.queue.pop_front();
+        request->failure = RequestStatus::kUnavailable;
+        // Otherwise its last batch ends it.
+        if (request->in_flight == 0)
+          end_request(model.release(request).get(), RequestStatus::kUnavailable);
+      }
+      const bool idle = std::all_of(model.lanes.begin(), model.lanes.end(), [](const Lane* lane) {
+        return lane->state == Lane::State::kIdle;
+      });
+      if (!idle) continue;
+      const std::lock_guard<std::mutex> held(readers_lock_);
+      for (const Lane* lane : model.lanes) {
+        if (const CudaDriver* driver = CudaDriver::get(); lane->done != nullptr) {
+          driver->event_destroy(lane->done);
+          driver->event_destroy(lane->reader);
+        }
+        lanes_[lane->number].reset();
+      }
+      model.closed.set_value();
+      turn_.erase(std::find(turn_.begin(), turn_.end(), number));
+      models_.erase(number);
+      any = true;
+      continue;
+    }
+    for (Lane* lane : model.lanes) {
+      if (model.queue.empty()) break;
+      if (lane->state == Lane::State::kIdle) any |= form_batch(model, *lane);
+    }
+  }
+  return any;
+}
+
+// Takes samples from the model's queue for one batch and starts it; false if none was waiting.
+bool BatchScheduler::form_batch(Model& model, Lane& lane) {
+  const std::uint32_t most = lane.classes.back().batch;
+  lane.pieces.clear();
+  lane.samples = 0;
+  while (!model.queue.empty() && lane.samples < most) {
+    Request* const request = model.queue.front();
+    model.queue.pop_front();
+    if (request->all_started()) continue;  // a batch of it failed, or was not complete
+    if (request->started == 0 && expired(request)) {
+      ++model.counts.expired;
+      end_request(model.release(request).get(), RequestStatus::kExpired);
+      continue;
+    }
+    const std::uint32_t count = std::min(most - lane.samples, request->batch - request->started);
+    lane.pieces.push_back({request, request->started, count});
+    lane.samples += count;
+    request->started += count;
+    ++request->in_flight;
+    if (request->started < request->batch) model.queue.push_back(request);
+  }
+  if (lane.pieces.empty()) return false;
+  lane.used = 0;
+  while (lane.classes[lane.used].batch < lane.samples) ++lane.used;
+  ++model.counts.batches;
+  copy_in(lane, lane.size(), lane.samples);
+  lane.launched_ns = now_ns();
+  for (const Lane::Piece& piece : lane.pieces)
+    if (piece.request->launched_ns == 0) piece.request->launched_ns = lane.launched_ns;
+  if (model.skip != 0) {
+    --model.skip;
+    ++model.counts.incomplete;
+    lane.state = Lane::State::kIncomplete;
+    incomplete_->put({lane.number, lane.used, lane.samples});
+  } else if (launch(lane)) {
+    lane.state = Lane::State::kRunning;
+  } else {
+    fail_batch(lane, lane.error);
+  }
+  return true;
+}
+
+void BatchScheduler::copy_in(const Lane& lane, const SizeClass& size, std::uint32_t samples) {
+  const std::vector<std::uint32_t>& widths = models_[lane.model]->layout.input_widths;
+  std::uint64_t before = 0;  // bytes of the columns before this one, per sample
+  for (std::size_t c = 0; c < widths.size(); ++c) {
+    const std::uint64_t width = widths[c];
+    std::uint8_t* to = size.inputs[c];
+    for (const Lane::Piece& piece : lane.pieces) {
+      const std::uint8_t* column = piece.request->inputs + before * piece.request->batch;
+      std::memcpy(to, column + piece.start * width, piece.count * width);
+      to += piece.count * width;
+    }
+    // The rest of the size class repeats the first sample, whose keys the device has.
+    for (std::uint32_t i = samples; i < size.batch; ++i, to += width)
+      std::memcpy(to, size.inputs[c], width);
+    before += width;
+  }
+}
+
+bool BatchScheduler::launch(Lane& lane) {
+  const CudaDriver* driver = CudaDriver::get();
+  if (lane.context != nullptr && context_ != lane.context) {
+    if (const int code = driver->context_set(lane.context); code != kCudaSuccess) {
+      lane.error = driver->name_of(code);
+      return false;
+    }
+    context_ = lane.context;
+  }
+  for (Step& step : lane.classes[lane.used].steps)
+    if (!run_step(lane, step)) return false;
+  if (lane.done == nullptr) return true;
+  const int code = driver->event_record(lane.done, lane.stream);
+  if (code != kCudaSuccess) lane.error = driver->name_of(code);
+  return code == kCudaSuccess;
+}
+
+bool BatchScheduler::run_step(Lane& lane, Step& step) {
+  const CudaDriver* driver = CudaDriver::get();
+  int code = kCudaSuccess;
+  switch (step.kind) {
+    case Step::Kind::kCopyIn:
+      code = driver->copy_in(step.device, step.host, step.bytes, lane.stream);
+      break;
+    case Step::Kind::kCopyOut:
+      code = driver->copy_out(step.host, step.device, step.bytes, lane.stream);
+      break;
+    case Step::Kind::kGraph:
+      code = driver->graph_launch(step.function, lane.stream);
+      break;
+    case Step::Kind::kKernel: {
+      for (const auto& [field, value] : step.fresh) *field = *value;
+      void* arguments[] = {step.host};
+      std::unique_lock<std::mutex> held(readers_lock_, std::defer_lock);
+      if (step.reads_tables) held.lock();
+      code = driver->launch(step.function, step.blocks, 1, 1, step.threads, 1, 1, 0, lane.stream,
+                            arguments, nullptr);
+      if (code == kCudaSuccess && step.reads_tables)
+        code = driver->event_record(lane.reader, lane.stream);
+      break;
+    }
+    case Step::Kind::kCall:
+      if (step.call()) return true;
+      lane.error = "a step of the batch failed; the log has the reason";
+      return false;
+  }
+  if (code != kCudaSuccess) lane.error = driver->name_of(code);
+  return code == kCudaSuccess;
+}
+
+bool BatchScheduler::end_batches() {
+  bool any = false;
+  for (const auto& lane : lanes_) {
+    if (lane == nullptr || lane->state != Lane::State::kRunning) continue;
+    if (lane->done != nullptr) {
+      const CudaDriver* driver = CudaDriver::get();
+      const int code = driver->event_query(lane->done);
+      if (code == kCudaNotReady) continue;
+      if (code != kCudaSuccess) {
+        fail_batch(*lane, driver->name_of(code));
+        any = true;
+        continue;
+      }
+    }
+    any = true;
+    end_batch(*lane);
+  }
+  return any;
+}
+
+void BatchScheduler::end_batch(Lane& lane) {
+  Model& model = *models_[lane.model];
+  model.counts.device_ns += now_ns() - lane.launched_ns;
+  std::uint64_t missing = 0;
+  for (const std::uint32_t* count : lane.size().missing_keys) missing += *count;
+  if (missing == 0) {
+    model.skip_next = kSkipFirst;
+    return deliver(lane, true);
+  }
+  model.skip = model.skip_next;
+  model.skip_next = std::min(2 * model.skip_next, kSkipMost);
+  ++model.counts.incomplete;
+  lane.state = Lane::State::kIncomplete;
+  incomplete_->put({lane.number, lane.used, lane.samples});
+}
+
+// Copies the outputs of a batch to its requests, if it is complete; ends the requests of which it
+// was the last batch.
+void BatchScheduler::deliver(Lane& lane, bool complete) {
+  Model& model = *models_[lane.model];
+  const std::vector<std::uint32_t>& widths = model.layout.output_widths;
+  std::uint64_t before = 0;
+  for (std::size_t c = 0; complete && c < widths.size(); ++c) {
+    const std::uint64_t width = widths[c];
+    const std::uint8_t* from = lane.size().outputs[c];
+    for (const Lane::Piece& piece : lane.pieces) {
+      std::uint8_t* column = piece.request->outputs + before * piece.request->batch;
+      if (piece.request->channel->open)
+        std::memcpy(column + piece.start * width, from, piece.count * width);
+      from += piece.count * width;
+    }
+    before += width;
+  }
+  lane.state = Lane::State::kIdle;
+  for (const Lane::Piece& piece : lane.pieces) {
+    Request* const request = piece.request;
+    request->slow |= !complete;
+    if (--request->in_flight != 0 || !request->all_started()) continue;
+    if (request->slow && !request->failed()) {
+      make_slow(request);
+    } else {
+      const std::unique_ptr<Request> ended = model.release(request);
+      end_request(request, request->failed() ? request->failure : RequestStatus::kDone);
+    }
+  }
+  lane.pieces.clear();
+}
+
+void BatchScheduler::fail_batch(Lane& lane, const std::string& message) {
+  Model& model = *models_[lane.model];
+  ++model.counts.failed;
+  lane.state = Lane::State::kIdle;
+  for (const Lane::Piece& piece : lane.pieces) {
+    Request* const request = piece.request;
+    request->failure = RequestStatus::kFailed;
+    if (--request->in_flight == 0)
+      end_request(model.release(request).get(), RequestStatus::kFailed, message);
+  }
+  lane.pieces.clear();
+}
+
+void BatchScheduler::make_slow(Request* request) {
+  Model& model = *models_[request->model];
+  ++model.counts.slow;
+  const std::uint64_t number = next_slow_++;
+  slow_[number] = model.release(request);
+  slow_requests_->put({number, request->model, request->batch, request->deadline_ns,
+                       request->inputs, request->outputs, request->in_bytes, request->out_bytes});
+}
+
+bool BatchScheduler::expired(Request* request) {
+  const RequestSlot& slot = request->channel->server.slot(request->offset);
+  return !request->channel->open || slot.cancelled.load(std::memory_order_relaxed) != 0 ||
+         (request->deadline_ns != 0 && now_ns() > request->deadline_ns);
+}
+
+// Sends the answer; the caller then drops the request.
+void BatchScheduler::end_request(Request* request, RequestStatus status,
+                                 const std::string& message) {
+  if (!request->channel->open) return;
+  RequestSlot& slot = request->channel->server.slot(request->offset);
+  if (!message.empty()) {
+    slot.reply_bytes = std::min<std::uint64_t>(message.size(), request->out_bytes);
+    std::memcpy(request->outputs, message.data(), slot.reply_bytes);
+  }
+  slot.status = status;
+  slot.launched_ns = request->launched_ns;
+  slot.ended_ns = now_ns();
+  request->channel->server.complete(request->offset);
+}
+
+}  // namespace hps
