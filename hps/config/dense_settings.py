@@ -59,6 +59,8 @@ class DenseSettings(StrictModel):
     """Let a GPU round factors of float32 products to 10 bits: faster, but scores differ from the CPU's."""
     graphs: bool = True
     """Record the GPU work of repeated batch sizes as a CUDA graph and launch it as one."""
+    scheduler: bool = True
+    """Run predictions of all requests, and of all workers, in common batches where the GPU holds the rows."""
     lanes: int = Field(2, ge=1, le=64)
     """Concurrent runs per GPU that holds the rows; each has a copy of the network."""
     threads: int = Field(1, ge=0)

@@ -15,14 +15,10 @@ from hps.config.schema import Settings
 
 
 def for_workers(settings: Settings) -> Settings:
-    """Adapt ``settings`` to a node with workers: set ``server.runtime``, disable the GPU cache.
-
-    Workers cannot use a GPU cache."""
-    gpu = settings.tiers.gpu.model_copy(update={"use": "off"})
-    tiers = settings.tiers.model_copy(update={"gpu": gpu})
+    """Adapt ``settings`` to a node with workers: set ``server.runtime`` and share the CPU cache."""
     runtime = settings.server.runtime or _own_folder(settings)
     server = settings.server.model_copy(update={"runtime": runtime})
-    return with_shared_cache(settings.model_copy(update={"tiers": tiers, "server": server}))
+    return with_shared_cache(settings.model_copy(update={"server": server}))
 
 
 def with_shared_cache(settings: Settings) -> Settings:

@@ -139,12 +139,8 @@ class Settings(StrictModel):
         yield from self._update_rules()
 
     def _worker_rules(self) -> Iterator[ConfigFinding]:
-        """Workers read the node's CPU cache in shared memory; they cannot read a GPU cache."""
-        workers = self.server.workers
-        if workers and self.tiers.gpu.use == "required":
-            message = f"is {workers}, but workers can't use the node's GPU cache; set tiers.gpu.use to off"
-            yield finding("server.workers", message, "tiers.gpu.use")
-        if workers and self.tiers.cpu_cache.huge_pages == "reserved":
+        """Workers read the node's CPU cache in shared memory."""
+        if self.server.workers and self.tiers.cpu_cache.huge_pages == "reserved":
             message = "is reserved, which can't be shared with server.workers; use transparent"
             yield finding("tiers.cpu_cache.huge_pages", message, "server.workers")
 

@@ -27,6 +27,11 @@ class CudaGraph:
         self._runtime = cupy().cuda.runtime
         self._executable = self._runtime.graphInstantiate(graph)
 
+    @property
+    def address(self) -> int:
+        """The handle of the executable graph (``cudaGraphExec_t``), valid as long as this object."""
+        return int(self._executable)
+
     def launch(self, stream: Any) -> None:
         """Launch the graph on ``stream``; does not wait."""
         self._runtime.graphLaunch(self._executable, stream.ptr)

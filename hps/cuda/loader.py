@@ -136,6 +136,11 @@ class CudaKernel:
         self._pointer, self._owner = pointer, owner
         self._launch = cupy().cuda.driver.launchKernel
 
+    @property
+    def address(self) -> int:
+        """The handle of the function (``CUfunction``), valid as long as this object."""
+        return int(self._pointer)
+
     def launch(self, blocks: int, args: KernelStruct, stream: int) -> None:
         """Start ``blocks`` blocks of `BLOCK` threads with ``args`` on ``stream`` (a CUDA stream's pointer).
         ``args`` is read before this returns."""

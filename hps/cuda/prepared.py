@@ -28,7 +28,7 @@ from hps.cuda.launch import (
     unit_of,
     windows_of,
 )
-from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
+from hps.cuda.loader import BLOCK, CudaKernel, KernelStruct, cupy, kernel
 from hps.cuda.pool import PART, PARTS_AT, ROWS_PART, ROWS_PARTS_AT, tile_and_unit
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.staging import StagingBuffer, padded_bytes
@@ -75,6 +75,12 @@ class PreparedPooling:
         for each in self._launches:
             self._readers.run(stream, partial(each.run, stream))
 
+    def steps(self, _stream: Any) -> tuple[list[Any], list[int]]:
+        """Return the same launch as steps of the batch scheduler, and the addresses of the counts that sum
+        up to `missing`. They use this object's memory."""
+        counts = [address_of(each.result) for each in self._launches]
+        return [*self._staging.steps(), *(each.step() for each in self._launches)], counts
+
     def missing(self) -> int:
         """Return the number of keys without a row, once the stream is done; unless 0, the outs are
         undefined."""
@@ -118,6 +124,28 @@ class _PoolingLaunch:
     def run(self, stream: Any) -> None:
         self._now[: len(self._tables)] = [table.now for table in self._tables]
         self._kernel.launch(self._blocks, self._args, stream.ptr)
+
+    def step(self) -> Any:
+        """Return the launch as a step of the batch scheduler."""
+        fresh = [
+            (address_of(self._now[i : i + 1]), address_of(table.now_cell))
+            for i, table in enumerate(self._tables)
+        ]
+        from hps.native.scheduler import Step
+
+        return Step.kernel(
+            self._kernel.address,
+            self._blocks,
+            BLOCK,
+            address_of(self._args.array),
+            reads_tables=True,
+            fresh=fresh,
+        )
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """Return the address of a host array."""
+    return int(array.ctypes.data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ class ReaderEvents:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ends: dict[int, Any] = {}
+        self.others: list[Callable[[int], object]] = []
+        """Functions that make later work on a stream, by its address, wait for further readers."""
 
     def run(self, stream: Any, launch: Callable[[], None]) -> None:
         """Call ``launch``, which starts reading kernels on ``stream``, and record their end."""
@@ -36,3 +38,5 @@ class ReaderEvents:
         with self._lock:
             for end in self._ends.values():
                 stream.wait_event(end)
+        for hold_back in self.others:
+            hold_back(stream.ptr)

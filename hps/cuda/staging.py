@@ -56,6 +56,14 @@ class StagingBuffer:
             copy = cupy().cuda.runtime.memcpyAsync
             copy(self.base, self._pinned.ptr, self.used, 1, stream.ptr)
 
+    def steps(self) -> list[Any]:
+        """Return what `send` does as steps of the batch scheduler."""
+        if self.in_place:
+            return []
+        from hps.native.scheduler import Step
+
+        return [Step.copy_in(self.base, self._pinned.ptr, self.used)]
+
     def read_back(self, start: int, nbytes: int, stream: Any) -> NDArray[np.uint8]:
         """Return the bytes that kernels wrote at ``start``; valid once ``stream`` is done.
 

@@ -137,6 +137,11 @@ class GpuTable:
         self.epoch = 0
         self._began = 0, self.clock
         self._has_epochs = self.policy in (EvictionPolicy.LFU, EvictionPolicy.EPOCH_LRU)
+        self.now_cell = np.array([self.now], np.uint32)
+
+    def publish_now(self) -> None:
+        """Update `now_cell`: after each change of the clock, and periodically if epochs end by time."""
+        self.now_cell[0] = self.now
 
     @property
     def now(self) -> int:
@@ -177,6 +182,7 @@ class GpuTable:
         self._admitted += admitted
         ticks, self._admitted = divmod(self._admitted, max(1, self.shape.capacity // self._ticks))
         self.clock += ticks
+        self.publish_now()
 
     def is_open(self, n: int) -> bool:
         """Return whether ``n`` keys may be written into empty slots: rows for a later batch must remain."""

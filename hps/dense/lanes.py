@@ -8,8 +8,9 @@ bound once: binding 27 inputs takes as long as a small network.
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,6 +68,7 @@ class LaneBinding:
         self._options = lane.network.run_options()
         self._runs = 0
         self._recording: Any = None
+        self._prepared: Callable[[], None] = self._run
 
     def start(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         """Start the network on ``feeds`` and ``inputs``; returns before the outputs are complete."""
@@ -95,6 +97,60 @@ class LaneBinding:
             self._lane.session.run_with_iobinding(self._io, self._options)
         except Exception as error:
             raise DenseModelError(f"the dense model failed: {first_line(error)}") from error
+
+    # -- for the batch scheduler -------------------------------------------------------------------
+
+    @property
+    def lane(self) -> NetworkLane:
+        return self._lane
+
+    def host_addresses(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the addresses in pinned memory of the inputs from the host, and of the outputs."""
+        pinned = address(self._lane.pinned)
+        sent = {p.tensor.name: pinned + p.start for p in self._up}
+        return sent, {p.tensor.name: pinned + p.start for p in self._down}
+
+    def prepare(self, assigned: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """Prepare runs that first assign ``(to, source)`` device arrays; return the scheduler's steps."""
+        space, stream = self._lane.space, self._lane.stream
+
+        def work() -> None:
+            for to, source in assigned:
+                space.assign(to, source, stream)
+            self._run()
+
+        for _ in range(_RECORD_AT - 1):
+            work()
+        stream.synchronize()
+        recording = space.record(stream, work) if self._lane.network.records else None
+        self._prepared = work if recording is None else partial(recording.launch, stream)
+        return [space.graph_step(recording) if recording else space.call_step(work, stream)]
+
+    def send_steps(self) -> list[Any]:
+        """Return the scheduler's steps that copy the inputs from the host."""
+        if not self._up:
+            return []
+        last = self._up[-1]
+        size, pinned = last.start + last.nbytes, address(self._lane.pinned)
+        return [self._lane.space.copy_step(self._base, pinned, size, inwards=True)]
+
+    def receive_steps(self) -> list[Any]:
+        """Return the scheduler's steps that copy the outputs to the host."""
+        last, at = self._down[-1], self._out_at
+        to, size = address(self._lane.pinned) + at, last.start + last.nbytes - at
+        return [self._lane.space.copy_step(self._base + at, to, size, inwards=False)]
+
+    def run_prepared(self) -> None:
+        """Run what `prepare` prepared, with the inputs in pinned memory, and wait for the outputs there."""
+        lane = self._lane
+        pinned, copy, stream = address(lane.pinned), lane.space.copy, lane.stream
+        if self._up:
+            last = self._up[-1]
+            copy(self._base, pinned, last.start + last.nbytes, stream)
+        self._prepared()
+        last, at = self._down[-1], self._out_at
+        copy(pinned + at, self._base + at, last.start + last.nbytes - at, stream)
+        stream.synchronize()
 
     def finish(self) -> dict[str, NDArray[Any]]:
         """Wait for the outputs and return them."""

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -208,3 +208,118 @@ def encode_hps(
 
 def crc32(data: NDArray[np.uint8], crc: int = 0) -> int:
     """See twin_codec.crc32."""
+
+class Step:
+    """One step of a lane's work. Addresses are integers; see hps/batch_scheduler.hpp.
+
+    The memory, kernels and graphs that a step names are the caller's, as long as the lane exists."""
+
+    @staticmethod
+    def copy_in(device: int, host: int, nbytes: int, /) -> Step:
+        """Copy pinned memory to the device."""
+
+    @staticmethod
+    def copy_out(host: int, device: int, nbytes: int, /) -> Step:
+        """Copy device memory to pinned memory."""
+
+    @staticmethod
+    def kernel(
+        function: int,
+        blocks: int,
+        threads: int,
+        arguments: int,
+        reads_tables: bool,
+        fresh: Sequence[tuple[int, int]],
+    ) -> Step:
+        """Launch a kernel that takes one struct. ``fresh``: addresses of uint32 fields of it, and of the
+        values that are copied there before each launch. Writers wait for one that reads tables."""
+
+    @staticmethod
+    def graph(executable: int, /) -> Step:
+        """Launch a recorded graph."""
+
+    @staticmethod
+    def call(function: Callable[[], bool], /) -> Step:
+        """Call a function, which logs its errors and returns False for them."""
+
+class SizeClass:
+    """A lane's steps for batches of up to ``batch`` samples."""
+
+    @staticmethod
+    def make(
+        batch: int,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        missing_keys: Sequence[int],
+        steps: Sequence[Step],
+    ) -> SizeClass:
+        """``inputs``, ``outputs``: addresses of the columns in host memory; ``missing_keys``: of uint32
+        counts that the steps leave, 0 if every row was on the device."""
+
+class BatchScheduler:
+    """Continuous batching; see hps/batch_scheduler.hpp. Thread-safe; `run` is its thread.
+
+    ``wake`` is a non-blocking eventfd, the caller's. ``spin_us``: time to look for requests before it
+    sleeps."""
+
+    def __init__(self, wake: int, spin_us: int) -> None: ...
+    def run(self) -> None:
+        """Run until `stop`."""
+
+    def stop(self) -> None: ...
+    def add_model(self, input_widths: Sequence[int], output_widths: Sequence[int], /) -> int:
+        """Add a model whose columns have these bytes per sample; return its number."""
+
+    def add_lane(self, model: int, classes: Sequence[SizeClass], context: int, stream: int) -> int:
+        """Add a lane; return its number. Raises RuntimeError if its CUDA events cannot be created."""
+
+    def remove_model(self, model: int, /) -> None: ...
+    def add_channel(self, memory: int, wake_client: int, /) -> int:
+        """Add a channel in the memory of the file; return its number. ``wake_client`` becomes its own.
+
+        Raises RuntimeError or ValueError for a file that cannot be used."""
+
+    def remove_channel(self, channel: int, /) -> None: ...
+    def counts(self, model: int, /) -> dict[str, int]: ...
+    def take_incomplete(self, timeout_ms: int) -> tuple[int, int, int] | None:
+        """Wait for a batch with missing rows: its lane, size class and samples."""
+
+    def finish_incomplete(self, lane: int, complete: bool, /) -> None: ...
+    def take_slow(
+        self, timeout_ms: int
+    ) -> tuple[int, int, int, int, NDArray[np.uint8], NDArray[np.uint8]] | None:
+        """Wait for a request that the lanes cannot run.
+
+        Its number, model, batch, deadline (ns, 0: none), inputs and space for outputs: views that are valid
+        until it is answered and the scheduler exists."""
+
+    def answer_slow(self, number: int, status: int, reply_bytes: int, /) -> None: ...
+    def hold_back(self, stream: int, /) -> int:
+        """Make later work on a stream wait for the lanes' kernels that read tables; a CUDA error code."""
+
+class ChannelClient:
+    """A client's end of a channel; see hps/request_channel.hpp. Thread-safe, but for `receive`.
+
+    The descriptors are closed with the object. Raises ValueError for a file that is not a channel."""
+
+    def __init__(self, file: int, wake: int, woken: int) -> None: ...
+    def submit(
+        self,
+        ticket: int,
+        model: int,
+        batch: int,
+        deadline_ns: int,
+        columns: Sequence[NDArray[Any]],
+        out_bytes: int,
+        reply_bytes: int,
+    ) -> bool:
+        """Send a request; False if the channel is full. ``columns``: C-contiguous arrays."""
+
+    def receive(self, timeout_ms: int) -> list[tuple[int, int, NDArray[np.uint8], int, int, int]]:
+        """Wait for answers: ticket, status, data, samples complete on the device, launch and end in ns."""
+
+    def interrupt(self) -> None:
+        """End a `receive` that waits."""
+
+    @property
+    def capacity(self) -> int: ...

@@ -4,10 +4,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -17,6 +17,7 @@
 namespace {
 
 using Address = std::uint64_t;
+using Column = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using Writable = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
 
 template <typename T>
@@ -117,8 +118,10 @@ nb::object py_take_incomplete(hps::BatchScheduler& scheduler, int timeout_ms) {
   return nb::make_tuple(batch.lane, batch.size_class, batch.samples);
 }
 
+// A view that does not keep the memory.
 Writable view(std::uint8_t* data, std::size_t size) {
-  return Writable(data, {size}, nb::handle());
+  // Without an owner, the array would be a copy.
+  return Writable(data, {size}, nb::capsule(data, [](void*) noexcept {}));
 }
 
 nb::object py_take_slow(hps::BatchScheduler& scheduler, int timeout_ms) {
@@ -152,41 +155,32 @@ nb::dict py_counts(hps::BatchScheduler& scheduler, std::uint32_t model) {
   return found;
 }
 
-// A ChannelClient that knows its requests by tickets.
+// A ChannelClient that copies arrays in and out.
 class Client {
  public:
-  Client(int file, std::size_t bytes, int wake, int woken) : client_(file, bytes, wake, woken) {}
+  Client(int file, int wake, int woken) : client_(file, wake, woken) {}
 
   bool submit(std::uint64_t ticket, std::uint32_t model, std::uint32_t batch,
-              std::int64_t deadline_ns, const std::vector<Bytes>& columns,
-              std::uint64_t out_bytes) {
+              std::int64_t deadline_ns, const std::vector<Column>& columns, std::uint64_t out_bytes,
+              std::uint64_t reply_bytes) {
     std::uint64_t in_bytes = 0;
-    for (const Bytes& column : columns) in_bytes += column.shape(0);
-    hps::RequestSlot* slot = client_.allocate(in_bytes, out_bytes);
+    for (const Column& column : columns) in_bytes += column.nbytes();
+    hps::RequestSlot* slot = client_.allocate(in_bytes, std::max(out_bytes, reply_bytes));
     if (slot == nullptr) return false;
     slot->ticket = ticket;
+    slot->column_bytes = out_bytes;
     slot->model = model;
     slot->batch = batch;
     slot->deadline_ns = deadline_ns;
     without_gil_for_bytes(in_bytes, [&] {
       std::uint8_t* to = hps::ChannelClient::inputs(slot);
-      for (const Bytes& column : columns) {
-        std::memcpy(to, column.data(), column.shape(0));
-        to += column.shape(0);
+      for (const Column& column : columns) {
+        std::memcpy(to, column.data(), column.nbytes());
+        to += column.nbytes();
       }
     });
-    {
-      const std::lock_guard<std::mutex> held(lock_);
-      waiting_[ticket] = slot;
-    }
     client_.submit(slot);
     return true;
-  }
-
-  void cancel(std::uint64_t ticket) {
-    const std::lock_guard<std::mutex> held(lock_);
-    const auto found = waiting_.find(ticket);
-    if (found != waiting_.end()) found->second->cancelled.store(1, std::memory_order_relaxed);
   }
 
   nb::list receive(int timeout_ms) {
@@ -202,16 +196,12 @@ class Client {
       const bool reply = slot->status == hps::RequestStatus::kReplied ||
                          slot->status == hps::RequestStatus::kFailed;
       const bool done = slot->status == hps::RequestStatus::kDone;
-      const std::size_t size = done ? slot->out_bytes : reply ? slot->reply_bytes : 0;
+      const std::size_t size = done ? slot->column_bytes : reply ? slot->reply_bytes : 0;
       std::unique_ptr<std::uint8_t[]> copy(new std::uint8_t[size]);
       std::memcpy(copy.get(), hps::ChannelClient::outputs(slot), size);
       found.append(nb::make_tuple(slot->ticket, static_cast<std::uint32_t>(slot->status),
-                                  as_numpy(std::move(copy), size), slot->launched_ns,
-                                  slot->ended_ns));
-      {
-        const std::lock_guard<std::mutex> held(lock_);
-        waiting_.erase(slot->ticket);
-      }
+                                  as_numpy(std::move(copy), size), done ? slot->reply_bytes : 0,
+                                  slot->launched_ns, slot->ended_ns));
       client_.free(slot);
     }
     return found;
@@ -222,8 +212,6 @@ class Client {
 
  private:
   hps::ChannelClient client_;
-  std::mutex lock_;
-  std::unordered_map<std::uint64_t, hps::RequestSlot*> waiting_;
 };
 
 }  // namespace
@@ -244,8 +232,8 @@ void bind_scheduler(nb::module_& m) {
       .def_static("graph", &graph_step)
       .def_static("call", &call_step);
   nb::class_<hps::SizeClass>(m, "SizeClass")
-      .def_static("make", &make_size_class, nb::arg("batch"), nb::arg("inputs"),
-                  nb::arg("outputs"), nb::arg("missing_keys"), nb::arg("steps"));
+      .def_static("make", &make_size_class, nb::arg("batch"), nb::arg("inputs"), nb::arg("outputs"),
+                  nb::arg("missing_keys"), nb::arg("steps"));
   nb::class_<hps::BatchScheduler>(m, "BatchScheduler")
       .def(nb::init<int, std::uint32_t>(), nb::arg("wake"), nb::arg("spin_us"))
       .def("run",
@@ -282,11 +270,9 @@ void bind_scheduler(nb::module_& m) {
         return scheduler.hold_back(pointer<void>(stream));
       });
   nb::class_<Client>(m, "ChannelClient")
-      .def(nb::init<int, std::size_t, int, int>(), nb::arg("file"), nb::arg("bytes"),
-           nb::arg("wake"), nb::arg("woken"))
+      .def(nb::init<int, int, int>(), nb::arg("file"), nb::arg("wake"), nb::arg("woken"))
       .def("submit", &Client::submit, nb::arg("ticket"), nb::arg("model"), nb::arg("batch"),
-           nb::arg("deadline_ns"), nb::arg("columns"), nb::arg("out_bytes"))
-      .def("cancel", &Client::cancel)
+           nb::arg("deadline_ns"), nb::arg("columns"), nb::arg("out_bytes"), nb::arg("reply_bytes"))
       .def("receive", &Client::receive, nb::arg("timeout_ms"))
       .def("interrupt", &Client::interrupt)
       .def_prop_ro("capacity", &Client::capacity);

@@ -21,6 +21,7 @@ from hps.errors import ConfigError, ModelError, TierError, TierMisfit
 from hps.models.repository import ModelVersion
 from hps.node.gpu_caches import NodeGpus
 from hps.node.model_opening import open_model, open_versions
+from hps.node.scheduler_client import NodeSchedulerClient
 from hps.node.serving_context import (
     ServingContext,
     freshness_of,
@@ -145,6 +146,7 @@ class _AttachBuilder:
         self._serving = ServingContext(TierChain(caches), stores, self._node.promote, lanes, runs)
         self._serving.publish(metrics)
         self._devices = NodeGpus(self._settings, [], metrics, resources)  # none is opened
+        self._scheduler = NodeSchedulerClient(NodeConnectionPool(path), metrics, resources)
 
     def attached(self) -> Attached:
         connections, sync = NodeConnectionPool(self._path), self._sync
@@ -169,7 +171,9 @@ class _AttachBuilder:
             versions = open_versions(self._configuration, {name: number})
             (version,) = [each for each in versions if each.name == name]
             self._require_same(version)
-            model = open_model(version, self._settings, own)
+            scheduled = self._scheduler.find(name, number)
+            network = None if scheduled is None else scheduled.network
+            model = open_model(version, self._settings, own, network)
             tables = list(model.tables.values())
             connections = NodeConnectionPool(self._path, tables)
             self._node.add(connections)
@@ -179,6 +183,8 @@ class _AttachBuilder:
                 own.callback(self._cache.remove_tables, tables)
             freshness = freshness_of(self._settings, name, self._metrics)
             served = self._serving.serve(model, self._metrics, self._devices, freshness)
+            if scheduled is not None and served.pipeline is not None:
+                scheduled.use(model.lookup, served.spec, served.pipeline)
             own.callback(self._metrics.release, name, number)
             return OpenedVersion(served, own.pop_all().close)
         raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker

@@ -178,6 +178,9 @@ class _NodeBuilder:
             },
         )
         self._resources.callback(socket.close)
+        if (scheduler := self._devices.scheduler) is not None:
+            scheduler.listen(folder)
+            socket.answers["scheduler"] = lambda _question: scheduler.describe()
         return socket
 
     def _read_updates(self, node: Node, writer: CacheWriter) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from hps import native
 from hps.config.cache_settings import GpuCacheSettings
 from hps.config.schema import Settings
 from hps.cuda.layout import EvictionPolicy
@@ -24,13 +25,14 @@ from hps.lookup.engine import Promote
 from hps.lookup.gpu.device_lookup import DeviceLookup
 from hps.lookup.gpu.miss_fill import HostCaches
 from hps.node.gpu_plan import check_memory, plan_of_settings
+from hps.node.gpu_scheduler import NodeScheduler
 from hps.node.model_opening import OpenedModel
 from hps.node.tier_status import TierStatus
 from hps.observability.meters import LookupMeter, TierMeter
 from hps.observability.metrics import Metrics
 from hps.predict.device_feed import DeviceFeed
 from hps.predict.device_path import DevicePath
-from hps.predict.pipeline import DevicePredictor
+from hps.predict.pipeline import DevicePredictor, InferencePipeline
 from hps.threads import LookupPools
 from hps.tiers.background_refresh import BackgroundValue
 from hps.tiers.base import Tier
@@ -67,6 +69,7 @@ class NodeGpus:
         self._bridged: list[tuple[Tier, Tier]] = []
         self._host: list[HostCaches] = []
         self.replicas: GpuReplicas | None = None
+        self.scheduler: NodeScheduler | None = None
         self.static: list[EmbeddingTable] = []
 
     def open(self) -> TierStatus | None:
@@ -172,11 +175,41 @@ class NodeGpus:
             return []
         sent = frozenset(tensor.name for tensor in spec.inputs)
         observe = TierMeter(self._metrics, self.replicas.info.name)
-        paths, count = [], self._settings.dense.lanes
+        # The scheduler has lanes of its own; one is left for requests that it cannot run.
+        paths, count = [], 1 if self._schedules() else self._settings.dense.lanes
         for lookup, device in zip(lookups, self._chosen.devices, strict=True):
             lanes = DeviceLanes(network, lookup.cache.space, device, sent, count)
             paths.append(DevicePath(lookup, lanes, feeds, observe, meter))
         return paths
+
+    def schedule(
+        self,
+        model: OpenedModel,
+        lookups: Sequence[DeviceLookup],
+        meter: LookupMeter,
+        pipeline: InferencePipeline,
+    ) -> None:
+        """Run the model's predictions in common batches, if its rows and network are on the GPUs."""
+        network, spec = model.dense, model.spec.dense
+        held = self.replicas is not None and all(
+            self.replicas.capacity(table) for table in model.tables.values()
+        )
+        if (
+            not held
+            or spec is None
+            or not isinstance(network, OnnxModel)
+            or not runs_on_gpu(network)
+            or not self._schedules()
+        ):
+            return
+        if self.scheduler is None:
+            self.scheduler = NodeScheduler(self._settings, self._metrics, self._resources)
+        self.scheduler.add(
+            model, network, list(zip(lookups, self._chosen.devices, strict=True)), meter, pipeline
+        )
+
+    def _schedules(self) -> bool:
+        return self._settings.dense.scheduler and native.COMPILED
 
     # -- opening -----------------------------------------------------------------------------------
 

@@ -117,13 +117,18 @@ def watermarks_of(
     }
 
 
-def open_model(version: ModelVersion, settings: Settings, resources: ExitStack) -> OpenedModel:
+def open_model(
+    version: ModelVersion,
+    settings: Settings,
+    resources: ExitStack,
+    remote: DenseModel | None = None,
+) -> OpenedModel:
     """Make the version's tables and open its network, which ``resources`` closes.
 
-    A lookup node has no network."""
+    A lookup node has no network. ``remote``: use this one, which runs in another process."""
     lookup, network = _described_model(version, settings)
-    dense = None
-    if network is not None:
+    dense = remote
+    if network is not None and remote is None:
         dense = open_network(network, settings.dense, settings.tiers.gpu.devices[0])
         resources.callback(dense.close)
     return OpenedModel(version, dict(lookup.tables), lookup, dense)

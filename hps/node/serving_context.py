@@ -57,6 +57,8 @@ class ServingContext:
         device_lookups = devices.lookups(model, self.lookups, self.promote, lookups)
         paths = devices.paths(model, device_lookups, lookups)
         pipeline = make_pipeline(model, engine, self.runs, metrics, paths)
+        if pipeline is not None:
+            devices.schedule(model, device_lookups, lookups, pipeline)
         return ServedModel(
             name,
             version,

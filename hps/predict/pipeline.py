@@ -26,6 +26,7 @@ from hps.observability.meters import DenseMeter
 from hps.observability.metrics import Metrics
 from hps.predict.checks import TOP_K_INDEX, Arrays, PredictChecks, broadcast_batch
 from hps.predict.network_inputs import check_wiring
+from hps.predict.scheduler.scheduled_model import ScheduledModel
 from hps.threads import BoundedThreadPool, CompletedFuture, chain_future
 from hps.tracing import call_timed, timed_wait
 from hps.types import LookupRequest, LookupResult, PredictRequest, PredictResult
@@ -92,6 +93,7 @@ class InferencePipeline:
         self._devices = tuple(devices)
         self._turn = count()
         self._meter = network.meter or DenseMeter(Metrics(), name, 0)
+        self._scheduled: ScheduledModel | None = None
         self._check = PredictChecks(name, spec, lookup.features)
         self._feeds = tuple(
             (feature, spec.embeddings.get(feature.name, feature.name))
@@ -103,6 +105,10 @@ class InferencePipeline:
         taken = {tensor.name: tensor.dtype for tensor in dense.inputs}
         self._widen = {t: taken[t] for _, t in self._feeds if fed[t].dtype != taken[t]}
 
+    def schedule(self, scheduled: ScheduledModel) -> None:
+        """Run predictions in common batches on the GPU, as far as ``scheduled`` takes them."""
+        self._scheduled = scheduled
+
     def predict(self, request: PredictRequest) -> PredictResult:
         """Like ``submit``, but wait for the result."""
         return self.submit(request).result()
@@ -113,6 +119,22 @@ class InferencePipeline:
         Never blocks. Raises ``BadRequest``, ``Unavailable`` (overloaded), and the error of an inline run;
         later errors are the future's exception.
         """
+        if self._scheduled is None:
+            return self.submit_alone(request)
+        inputs, batch = self._check.inputs(request)
+        wanted = self._check.outputs(request)
+        names = self._computed(request, wanted)
+
+        def finish(outputs: Arrays, rows: LookupResult, seconds: float | None) -> PredictResult:
+            if seconds is not None:
+                self._judge(outputs, batch, seconds)
+            return self._result(request, wanted, outputs, batch, rows)
+
+        begun = self._scheduled.start(request, inputs, batch, names, finish)
+        return self.submit_alone(request) if begun is None else begun
+
+    def submit_alone(self, request: PredictRequest) -> Future[PredictResult]:
+        """Like ``submit``, but never in a batch of the GPU's scheduler."""
         inputs, batch = self._check.inputs(request)
         wanted = self._check.outputs(request)
         if not self._devices:

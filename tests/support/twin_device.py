@@ -52,6 +52,16 @@ class Current:
         Current.inside -= 1
 
 
+def call_step(work: Any) -> Any:
+    def call() -> bool:
+        work()
+        return True
+
+    from hps.native.scheduler import Step
+
+    return Step.call(call)
+
+
 class Space:
     kind = "cpu"
 
@@ -78,6 +88,19 @@ class Space:
     def record(self, stream: Any, work: Any) -> Any:
         self.recorded += 1
         return SimpleNamespace(launch=lambda stream: work())
+
+    # Steps of the batch scheduler: on this device all are calls.
+    context = 0
+
+    def copy_step(self, device: int, host: int, nbytes: int, *, inwards: bool) -> Any:
+        to, source = (device, host) if inwards else (host, device)
+        return call_step(lambda: ctypes.memmove(to, source, nbytes))
+
+    def graph_step(self, graph: Any) -> Any:
+        return call_step(lambda: graph.launch(None))
+
+    def call_step(self, work: Any, stream: Any) -> Any:
+        return call_step(work)
 
     def copy_to_host(self, to: Any, array: Any, stream: Any) -> None:
         to[:] = array
@@ -118,6 +141,7 @@ class Cache(MemoryTier):
         self.scored: list[tuple[Any, Any]] = []
         self.pooled = 0
         self.closed = False
+        self.other_readers: list[Any] = []
 
     def add_table(self, table: Any, rows: int, **how: Any) -> None:
         self.places[table] = {"rows": rows, **how}
@@ -190,6 +214,12 @@ class Cache(MemoryTier):
     def prepare_refill(self, fetch: Any, tables: Any, source: Source) -> PreparedRefill:
         return PreparedRefill(fetch, tables, source)
 
+    def add_readers(self, hold_back: Any) -> None:
+        self.other_readers.append(hold_back)
+
+    def publish_now(self) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 
@@ -253,20 +283,24 @@ class Prepared:
     def __init__(self, cache: Cache, asks: Any) -> None:
         self._cache, self._asks = cache, asks
         self.keys = [np.empty(n, np.int64) for _, n, *_ in asks]
-        self._missing = 0
+        self._count = np.zeros(1, np.uint32)
 
     def launch(self, stream: Any) -> None:
-        self._missing = 0
+        missing = 0
         self._cache.pooled += 1
         for keys, (table, n, hotness, mean, out) in zip(self.keys, self._asks, strict=True):
             part = Part.make(table, keys)
             MemoryTier.fetch(self._cache, [part], FetchContext())
-            self._missing += int((part.source == 0).sum())
+            missing += int((part.source == 0).sum())
             bags = JaggedKeys(keys, n // hotness)
             out[...] = pool(part.out, bags, "mean" if mean else "sum")
+        self._count[0] = missing
 
     def missing(self) -> int:
-        return self._missing
+        return int(self._count[0])
+
+    def steps(self, stream: Any) -> tuple[list[Any], list[int]]:
+        return [call_step(lambda: self.launch(stream))], [self._count.ctypes.data]
 
 
 class Bridge(TierWrapper):

@@ -128,8 +128,12 @@ class FilledFetch:
         self._bins = np.repeat(np.arange(len(sizes)) * _CODES, sizes)
         self._started = 0.0
 
-    def run(self, stream: Any, deadline: float | None) -> bool:
-        """Launch all on ``stream``; False, with nothing pooled, if a row is not in memory."""
+    def run(
+        self, stream: Any, deadline: float | None, used: NDArray[np.int64] | None = None
+    ) -> bool:
+        """Launch all on ``stream``; False, with nothing pooled, if a row is not in memory.
+
+        ``used (features,)``: how many of each feature's keys count; the others fill the batch."""
         self._started, now = time.perf_counter(), time.time()
         fetch = self._fetch
         fetch.launch(stream, [oldest_tombstone(f.table, now) for f in self._features])
@@ -143,19 +147,30 @@ class FilledFetch:
         self._pooling.launch(stream)
         self._space.copy_to_host(self._codes, fetch.sources_block, stream)
         if self._observe is not None:
-            counts = zip(self._features, self._sizes.tolist(), misses, strict=True)
-            self._observe([(f.table, n, n - len(left)) for f, n, left in counts], seconds)
+            sizes = (self._sizes if used is None else used).tolist()
+            counts = zip(self._features, sizes, misses, strict=True)
+            self._observe(
+                [(f.table, n, n - int(np.searchsorted(left, n))) for f, n, left in counts], seconds
+            )
         return True
 
-    def finish(self) -> int:
-        """Report the sources of the rows; return the number of defaulted keys: deleted ones."""
+    def finish(self, used: NDArray[np.int64] | None = None) -> int:
+        """Report the sources of the rows; return the number of defaulted keys: deleted ones.
+
+        ``used`` as for `run`."""
         # Most rows came from the device: counting only the others takes a third of the time.
         others = np.flatnonzero(self._codes != _GPU)
+        sizes = self._sizes
+        if used is not None:
+            sizes = used
+            features = self._bins[others] // _CODES
+            starts = np.cumsum(self._sizes) - self._sizes
+            others = others[others - starts[features] < used[features]]
         counts = np.bincount(
             self._codes[others] + self._bins[others], minlength=_CODES * len(self._features)
         ).reshape(-1, _CODES)
         defaulted = int(counts[:, _DEFAULT].sum())
-        counts[:, _GPU] = self._sizes - counts.sum(axis=1)
+        counts[:, _GPU] = sizes - counts.sum(axis=1)
         found = np.argwhere(counts).tolist()
         answers = [(self._features[i].table, code, int(counts[i, code])) for i, code in found]
         names = [self._features[i].name for i, _ in found]

@@ -94,6 +94,7 @@ struct BatchScheduler::Request {
   std::uint8_t *inputs, *outputs;
   std::uint32_t started = 0;    // samples that are in batches, or were
   std::uint32_t in_flight = 0;  // batches with samples of it
+  std::uint32_t direct = 0;     // samples whose rows all were on the device
   bool slow = false;            // a batch could not be completed
   RequestStatus failure = RequestStatus::kPending;
   std::int64_t launched_ns = 0;
@@ -274,7 +275,7 @@ bool BatchScheduler::take_incomplete(Incomplete& batch, int timeout_ms) {
 void BatchScheduler::finish_incomplete(std::uint32_t lane, bool complete) {
   enqueue([this, lane, complete] {
     Lane& ended = *lanes_[lane];
-    if (ended.state == Lane::State::kIncomplete) deliver(ended, complete);
+    if (ended.state == Lane::State::kIncomplete) deliver(ended, complete, false);
   });
 }
 
@@ -589,7 +590,7 @@ void BatchScheduler::end_batch(Lane& lane) {
   for (const std::uint32_t* count : lane.size().missing_keys) missing += *count;
   if (missing == 0) {
     model.skip_next = kSkipFirst;
-    return deliver(lane, true);
+    return deliver(lane, true, true);
   }
   model.skip = model.skip_next;
   model.skip_next = std::min(2 * model.skip_next, kSkipMost);
@@ -600,7 +601,7 @@ void BatchScheduler::end_batch(Lane& lane) {
 
 // Copies the outputs of a batch to its requests, if it is complete; ends the requests of which it
 // was the last batch.
-void BatchScheduler::deliver(Lane& lane, bool complete) {
+void BatchScheduler::deliver(Lane& lane, bool complete, bool direct) {
   Model& model = *models_[lane.model];
   const std::vector<std::uint32_t>& widths = model.layout.output_widths;
   std::uint64_t before = 0;
@@ -619,6 +620,7 @@ void BatchScheduler::deliver(Lane& lane, bool complete) {
   for (const Lane::Piece& piece : lane.pieces) {
     Request* const request = piece.request;
     request->slow |= !complete;
+    if (direct) request->direct += piece.count;
     if (--request->in_flight != 0 || !request->all_started()) continue;
     if (request->slow && !request->failed()) {
       make_slow(request);
@@ -653,9 +655,7 @@ void BatchScheduler::make_slow(Request* request) {
 }
 
 bool BatchScheduler::expired(Request* request) {
-  const RequestSlot& slot = request->channel->server.slot(request->offset);
-  return !request->channel->open || slot.cancelled.load(std::memory_order_relaxed) != 0 ||
-         (request->deadline_ns != 0 && now_ns() > request->deadline_ns);
+  return !request->channel->open || (request->deadline_ns != 0 && now_ns() > request->deadline_ns);
 }
 
 // Sends the answer; the caller then drops the request.
@@ -667,6 +667,7 @@ void BatchScheduler::end_request(Request* request, RequestStatus status,
     slot.reply_bytes = std::min<std::uint64_t>(message.size(), request->out_bytes);
     std::memcpy(request->outputs, message.data(), slot.reply_bytes);
   }
+  if (status == RequestStatus::kDone) slot.reply_bytes = request->direct;
   slot.status = status;
   slot.launched_ns = request->launched_ns;
   slot.ended_ns = now_ns();

@@ -35,9 +35,7 @@ void notify(int event) {
 
 }  // namespace
 
-ChannelMemory::ChannelMemory(int file, std::size_t bytes) {
-  const bool create = bytes != 0;
-  if (create && ftruncate(file, static_cast<off_t>(bytes)) != 0) fail("ftruncate of a channel");
+ChannelMemory::ChannelMemory(int file, bool create) {
   struct stat status;
   if (fstat(file, &status) != 0) fail("fstat of a channel");
   bytes_ = static_cast<std::size_t>(status.st_size);
@@ -57,9 +55,14 @@ ChannelMemory::ChannelMemory(int file, std::size_t bytes) {
 
 ChannelMemory::~ChannelMemory() { munmap(base_, bytes_); }
 
-ChannelClient::ChannelClient(int file, std::size_t bytes, int wake, int woken)
-    : memory_(file, bytes), wake_(wake), woken_(woken) {
-  free_[kArenaAt / kSlotAlign] = static_cast<std::uint32_t>((memory_.bytes() - kArenaAt) / kSlotAlign);
+ChannelClient::ChannelClient(int file, int wake, int woken)
+    : memory_(file, false), file_(file), wake_(wake), woken_(woken) {
+  free_[kArenaAt / kSlotAlign] =
+      static_cast<std::uint32_t>((memory_.bytes() - kArenaAt) / kSlotAlign);
+}
+
+ChannelClient::~ChannelClient() {
+  for (const int each : {file_, wake_, woken_}) close(each);
 }
 
 std::size_t ChannelClient::capacity() const {
@@ -85,7 +88,6 @@ RequestSlot* ChannelClient::allocate(std::uint64_t in_bytes, std::uint64_t out_b
   RequestSlot& slot = memory_.slot(offset);
   slot.in_bytes = in_bytes;
   slot.out_bytes = out_bytes;
-  slot.cancelled.store(0, std::memory_order_relaxed);
   slot.status = RequestStatus::kPending;
   slot.reply_bytes = 0;
   slot.launched_ns = slot.ended_ns = 0;
@@ -163,7 +165,9 @@ std::uint32_t ChannelClient::offset_of(const RequestSlot* slot) const {
 }
 
 ChannelServer::ChannelServer(int file, int wake_client)
-    : memory_(file, 0), wake_client_(wake_client) {}
+    : memory_(file, true), wake_client_(wake_client) {}
+
+ChannelServer::~ChannelServer() { close(wake_client_); }
 
 bool ChannelServer::valid(std::uint32_t offset, const RequestSlot& head) const {
   const std::size_t at = offset * kSlotAlign, bytes = memory_.bytes();

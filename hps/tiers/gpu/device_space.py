@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from hps.cuda.loader import cupy
 from hps.tiers.base import Part
 from hps.types import EmbeddingTable, KeyArray
 
+log = logging.getLogger(__name__)
 _ALIGN = 256
 
 
@@ -82,6 +84,43 @@ class DeviceSpace:
         """Record ``work`` as a CUDA graph; see hps/cuda/cuda_graph.py."""
         with self.device:
             return record(stream, work)
+
+    # -- steps of the batch scheduler --------------------------------------------------------------
+
+    @property
+    def context(self) -> int:
+        """The CUDA context of the current device; enter ``device`` first."""
+        self._cupy.cuda.runtime.deviceSynchronize()  # creates it
+        return int(self._cupy.cuda.driver.ctxGetCurrent())
+
+    def copy_step(self, device: int, host: int, nbytes: int, *, inwards: bool) -> Any:
+        """Make the step that copies between an address on the device and pinned memory."""
+        from hps.native.scheduler import Step
+
+        if inwards:
+            return Step.copy_in(device, host, nbytes)
+        return Step.copy_out(host, device, nbytes)
+
+    def graph_step(self, graph: CudaGraph) -> Any:
+        """Make the step that launches a recorded graph."""
+        from hps.native.scheduler import Step
+
+        return Step.graph(graph.address)
+
+    def call_step(self, work: Callable[[], None], stream: Any) -> Any:
+        """Make the step that calls ``work``, which starts work on ``stream``, on this device."""
+        from hps.native.scheduler import Step
+
+        def call() -> bool:
+            try:
+                with self.device:
+                    work()
+            except Exception:
+                log.exception("a batch failed on GPU %d", self.device.id)
+                return False
+            return True
+
+        return Step.call(call)
 
     def assign(self, to: Any, source: Any, stream: Any) -> None:
         """Assign ``to[...] = source`` on ``stream``, which converts dtypes and broadcasts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,16 @@ class GpuTables:
         with self._device, allocate_buffers("its writer"):
             self._readers = ReaderEvents()
             self._writer = GpuTableWriter(self._readers)
+
+    def add_readers(self, hold_back: Callable[[int], object]) -> None:
+        """Let writes wait for readers outside this object: ``hold_back`` makes later work on a stream, by
+        its address, wait for them."""
+        self._readers.others.append(hold_back)
+
+    def publish_now(self) -> None:
+        """Publish the scores of hits to prepared steps, for epochs that end by time. Thread-safe."""
+        for table in list(self._tables.values()):
+            table.publish_now()
 
     def add_table(
         self,

@@ -100,7 +100,8 @@ class BatchScheduler {
   // Removes a model and its lanes, after their batches have ended. Waiting requests are
   // unavailable. Blocks.
   void remove_model(std::uint32_t model);
-  // Adds a client's channel; returns its number. Throws as ChannelMemory does.
+  // Adds a client's channel; returns its number. `wake_client` becomes the channel's. Throws as
+  // ChannelMemory does.
   std::uint32_t add_channel(int file, int wake_client);
   // Removes a channel whose client has ended; its requests are dropped. Does not block.
   void remove_channel(std::uint32_t channel);
@@ -140,7 +141,7 @@ class BatchScheduler {
   bool run_step(Lane& lane, Step& step);
   bool end_batches();
   void end_batch(Lane& lane);
-  void deliver(Lane& lane, bool complete);
+  void deliver(Lane& lane, bool complete, bool direct);
   void fail_batch(Lane& lane, const std::string& message);
   void end_request(Request* request, RequestStatus status, const std::string& message = {});
   void make_slow(Request* request);

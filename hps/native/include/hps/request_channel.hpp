@@ -37,10 +37,10 @@ struct RequestSlot {
   std::uint32_t batch;       // samples; 0: the inputs are encoded by Python, for the slow path
   std::int64_t deadline_ns;  // CLOCK_MONOTONIC; 0: none
   std::uint64_t in_bytes, out_bytes;
-  std::atomic<std::uint32_t> cancelled;  // set by the client: the answer is not needed
   RequestStatus status;
-  std::uint64_t reply_bytes;
+  std::uint64_t reply_bytes;           // kDone: the samples whose rows all were on the device
   std::int64_t launched_ns, ended_ns;  // CLOCK_MONOTONIC, of the first batch that ran it
+  std::uint64_t column_bytes;          // of the outputs; the client's
 };
 
 struct alignas(kSlotAlign) RingEnd {
@@ -58,9 +58,9 @@ struct ChannelHeader {
 // The file of a channel, mapped.
 class ChannelMemory {
  public:
-  // Maps `file`; with `bytes`, it is made that large and its header is written. Throws
-  // std::system_error, and std::invalid_argument for a file that is not a channel.
-  ChannelMemory(int file, std::size_t bytes);
+  // Maps `file`; with `create`, its header is written. Throws std::system_error, and
+  // std::invalid_argument for a file that is not a channel.
+  ChannelMemory(int file, bool create);
   ~ChannelMemory();
   ChannelMemory(const ChannelMemory&) = delete;
   ChannelMemory& operator=(const ChannelMemory&) = delete;
@@ -80,8 +80,10 @@ class ChannelMemory {
 // The client's end. Thread-safe.
 class ChannelClient {
  public:
-  // `wake` is the scheduler's eventfd, `woken` the client's; both stay the caller's.
-  ChannelClient(int file, std::size_t bytes, int wake, int woken);
+  // `wake` is the scheduler's eventfd, `woken` the client's, both non-blocking. All three are
+  // closed with the object.
+  ChannelClient(int file, int wake, int woken);
+  ~ChannelClient();
 
   // Returns a slot with space for the bytes; null if the channel is full for now.
   RequestSlot* allocate(std::uint64_t in_bytes, std::uint64_t out_bytes);
@@ -104,7 +106,7 @@ class ChannelClient {
   std::uint32_t offset_of(const RequestSlot* slot) const;
 
   ChannelMemory memory_;
-  const int wake_, woken_;
+  const int file_, wake_, woken_;
   std::mutex lock_;
   std::map<std::uint32_t, std::uint32_t> free_;  // offset -> size, in units of kSlotAlign
   std::uint32_t in_flight_ = 0;
@@ -113,7 +115,9 @@ class ChannelClient {
 // The scheduler's end. One thread.
 class ChannelServer {
  public:
+  // `file` is empty but for its size. `wake_client` is closed with the object.
   ChannelServer(int file, int wake_client);
+  ~ChannelServer();
 
   // Takes the next submitted slot whose head is valid; false if there is none. `head` is a copy:
   // the client cannot change it later.

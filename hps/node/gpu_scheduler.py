@@ -1,0 +1,127 @@
+"""The batch scheduler of a node's GPUs: its models, lanes, and the socket of other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hps.config.schema import Settings
+from hps.dense.lanes import NetworkLane
+from hps.dense.onnx import OnnxModel
+from hps.lookup.batching import BatchLimits
+from hps.lookup.gpu.device_lookup import DeviceLookup
+from hps.node.model_opening import OpenedModel
+from hps.observability.meters import LookupMeter, TierMeter
+from hps.observability.metrics import Metrics
+from hps.periodic import PeriodicThread
+from hps.predict.batched_pipeline import BatchedPipeline
+from hps.predict.pipeline import InferencePipeline
+from hps.predict.scheduler.channel_socket import ChannelListener
+from hps.predict.scheduler.columns import ModelColumns
+from hps.predict.scheduler.host import SchedulerHost
+from hps.predict.scheduler.lane_programs import BATCHES, LanePrograms, LaneTables
+from hps.predict.scheduler.remote_network import columns_of, describe_network
+from hps.predict.scheduler.scheduled_model import ScheduledModel
+from hps.types import Source
+
+_GPU = Source.GPU.name.lower()
+_SLOW_KEYS = 1 << 20
+"""The most keys of requests that run together outside the lanes."""
+
+
+class NodeScheduler:
+    """Runs predictions of this process and of attached ones in common batches on the node's GPUs.
+
+    ``resources`` closes it."""
+
+    def __init__(self, settings: Settings, metrics: Metrics, resources: ExitStack) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._resources = resources
+        self._host = SchedulerHost()
+        resources.callback(self._host.close)
+        self._client = self._host.connect()
+        resources.callback(self._client.close)
+        self._listener: ChannelListener | None = None
+        self._models: dict[str, Any] = {}
+        self._caches: set[int] = set()
+
+    def add(
+        self,
+        model: OpenedModel,
+        network: OnnxModel,
+        lookups: Sequence[tuple[DeviceLookup, int]],
+        meter: LookupMeter,
+        pipeline: InferencePipeline,
+    ) -> None:
+        """Prepare the lanes of ``model`` and let ``pipeline`` use them. ``lookups``: with their devices."""
+        spec = model.spec.dense
+        assert spec is not None
+        columns = columns_of(
+            model.lookup, network, [t.name for t in spec.inputs], [t.name for t in spec.outputs]
+        )
+        tier = TierMeter(self._metrics, _GPU)
+        limits = BatchLimits(BATCHES[-1], _SLOW_KEYS)
+        slow = _Alone(pipeline)
+        batched = BatchedPipeline(slow, model.lookup.features, limits)
+        number = self._host.add_model(columns, batched.submit)
+        for lookup, device in lookups:
+            self._watch(lookup.cache)
+            tables = LaneTables(lookup.cache, lookup.host, meter, tier)
+            for _ in range(self._settings.dense.lanes):
+                self._add_lane(number, model, network, columns, (device, tables))
+        pipeline.schedule(
+            ScheduledModel(self._client, number, columns, (meter, tier), remote=False)
+        )
+        key = f"{model.version.name}/{model.version.version}"
+        self._models[key] = {"number": number, "network": describe_network(network)}
+
+    def listen(self, folder: Path) -> None:
+        """Open the socket for other processes in ``folder``, which is private to this user."""
+        self._listener = ChannelListener(folder, self._host)
+        self._resources.callback(self._listener.close)
+
+    def describe(self) -> dict[str, Any] | None:
+        """Describe the scheduled models to a process that attaches; None before `listen`."""
+        if self._listener is None:
+            return None
+        return {"path": str(self._listener.path), "models": self._models}
+
+    def _add_lane(
+        self,
+        number: int,
+        model: OpenedModel,
+        network: OnnxModel,
+        columns: ModelColumns,
+        place: tuple[int, LaneTables],
+    ) -> None:
+        device, tables = place
+        spec = model.spec.dense
+        assert spec is not None
+        space = tables.cache.space
+        lane = NetworkLane(network, space, device, frozenset(t.name for t in spec.inputs))
+        feeds = [(f, spec.embeddings.get(f.name, f.name)) for f in columns.features]
+        programs = LanePrograms(lane, columns, feeds, tables)
+        with space.device:
+            self._host.add_lane(number, programs)
+
+    def _watch(self, cache: Any) -> None:
+        """Let writes of ``cache`` wait for the lanes, and publish epochs that end by time to them."""
+        if id(cache) in self._caches:
+            return
+        self._caches.add(id(cache))
+        cache.add_readers(self._host.hold_back)
+        epoch_s = self._settings.tiers.gpu.epoch_s
+        if epoch_s is not None:
+            thread = PeriodicThread(cache.publish_now, epoch_s / 4, "hps-gpu-epochs")
+            thread.start()
+            self._resources.callback(thread.close)
+
+
+class _Alone:
+    """The pipeline without the scheduler, for requests that it could not run."""
+
+    def __init__(self, pipeline: InferencePipeline) -> None:
+        self.submit = pipeline.submit_alone

@@ -1,0 +1,170 @@
+"""SchedulerClient: sends requests to the batch scheduler, in this process or in the node's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import count
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.errors import DeadlineExceeded, DenseModelError, Unavailable
+from hps.types import PredictResult
+
+log = logging.getLogger(__name__)
+_WAIT_MS = 1_000
+
+
+class Status(IntEnum):
+    """How a request ended: ``RequestStatus`` of hps/native/include/hps/request_channel.hpp."""
+
+    DONE = 1
+    REPLIED = 2
+    EXPIRED = 3
+    FAILED = 4
+    UNAVAILABLE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerAnswer:
+    """The answer to a request: its outputs' columns, or with ``status`` REPLIED an encoded reply.
+
+    ``direct``: the samples whose rows all were on the device. ``launched_ns``, ``ended_ns``:
+    ``time.monotonic_ns`` of its first batch's launch and of its end."""
+
+    status: Status
+    data: NDArray[np.uint8]
+    direct: int
+    launched_ns: int
+    ended_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelFiles:
+    """File descriptors of a channel: its memory, the scheduler's eventfd, and the client's."""
+
+    memory: int
+    wake: int
+    woken: int
+
+    def close(self) -> None:
+        for each in (self.memory, self.wake, self.woken):
+            os.close(each)
+
+
+Finish = Callable[[SchedulerAnswer], PredictResult]
+
+
+class SchedulerClient:
+    """A channel's client, with the thread that completes its requests. Thread-safe.
+
+    ``files`` become the client's, which are closed when nothing refers to it any more. ``close`` is called
+    when the client is closed."""
+
+    def __init__(self, files: ChannelFiles, close: Callable[[], None] = lambda: None) -> None:
+        from hps.native.scheduler import ChannelClient
+
+        self._on_close = close
+        self._channel = ChannelClient(files.memory, files.wake, files.woken)
+        self.capacity: int = self._channel.capacity
+        """The most bytes of one request and its answer."""
+        self._waiting: dict[int, tuple[Future[PredictResult], Finish]] = {}
+        self._tickets = count(1)
+        self._closed = ""
+        self._thread = threading.Thread(
+            target=self._receive, name="hps-scheduler-answers", daemon=True
+        )
+        self._thread.start()
+
+    def submit(
+        self,
+        model: int,
+        batch: int,
+        columns: Sequence[NDArray[Any]],
+        out_bytes: tuple[int, int],
+        deadline: float | None,
+        finish: Finish,
+    ) -> Future[PredictResult]:
+        """Send a request of ``batch`` samples; 0: of one encoded request, for the slow path.
+
+        ``out_bytes``: those of the outputs' columns, and the most of an encoded reply. ``finish`` makes the
+        result of the answer, on the thread that completes requests. Raises ``Unavailable`` if too many
+        requests are in flight, or the scheduler's process has ended."""
+        future: Future[PredictResult] = Future()
+        ticket = next(self._tickets)
+        self._waiting[ticket] = future, finish
+        deadline_ns = 0 if deadline is None else max(1, int(deadline * 1e9))
+        sent = not self._closed and self._channel.submit(
+            ticket, model, batch, deadline_ns, columns, *out_bytes
+        )
+        if not sent:
+            self._waiting.pop(ticket, None)
+            raise Unavailable(
+                self._closed or "too many predictions are in flight to the GPU; retry later"
+            )
+        if self._closed and self._waiting.pop(ticket, None) is not None:  # closed meanwhile
+            raise Unavailable(self._closed)
+        return future
+
+    @property
+    def has_failed(self) -> bool:
+        """True after `fail` or `close`."""
+        return bool(self._closed)
+
+    def fail(self, reason: str) -> None:
+        """Fail all requests, and those to come, with ``Unavailable(reason)``."""
+        self._closed = self._closed or reason
+        for ticket in list(self._waiting):
+            if waiting := self._waiting.pop(ticket, None):
+                future, _ = waiting
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(Unavailable(reason))
+
+    def close(self) -> None:
+        """Fail what is in flight and free the channel. Idempotent."""
+        self.fail("the server is stopping")
+        self._channel.interrupt()
+        self._thread.join()
+        self._on_close()
+
+    def _receive(self) -> None:
+        channel, waiting = self._channel, self._waiting
+        while not self._closed:
+            for ticket, status, data, direct, launched_ns, ended_ns in channel.receive(_WAIT_MS):
+                entry = waiting.pop(ticket, None)
+                if entry is None:
+                    continue
+                future, finish = entry
+                if future.set_running_or_notify_cancel():
+                    answer = SchedulerAnswer(Status(status), data, direct, launched_ns, ended_ns)
+                    _complete(future, finish, answer)
+
+
+def _complete(future: Future[PredictResult], finish: Finish, answer: SchedulerAnswer) -> None:
+    try:
+        result = finish(answer) if answer.status in _ANSWERED else None
+        if result is None:
+            raise _failure(answer)
+    except Exception as error:  # any error must reach the caller
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+_ANSWERED = (Status.DONE, Status.REPLIED)
+
+
+def _failure(answer: SchedulerAnswer) -> Exception:
+    if answer.status == Status.EXPIRED:
+        return DeadlineExceeded("deadline exceeded before the prediction could run on the GPU")
+    if answer.status == Status.FAILED:
+        reason = answer.data.tobytes().decode(errors="replace")
+        return DenseModelError(f"the prediction failed on the GPU: {reason}")
+    return Unavailable("the model is being closed, or the server is stopping")

@@ -1,0 +1,200 @@
+"""SchedulerHost: the batch scheduler of a node, its thread, and what it leaves to Python."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.predict.scheduler.client import ChannelFiles, SchedulerClient, Status
+from hps.predict.scheduler.columns import ModelColumns
+from hps.predict.scheduler.replies import decode_request, encode_reply
+from hps.types import PredictRequest, PredictResult
+
+log = logging.getLogger(__name__)
+CHANNEL_BYTES = 1 << 27
+"""Size of a channel's memory; its pages exist once they were used."""
+_SPIN_US = 20
+_WAIT_MS = 500
+
+Answer = Callable[[PredictRequest], "Future[PredictResult]"]
+"""Runs a prediction that the lanes cannot run. Never blocks."""
+
+
+class Lane(Protocol):
+    """A lane's work; see `hps.predict.scheduler.lane_programs.LanePrograms`."""
+
+    context: int
+    stream: int
+
+    def size_classes(self) -> Sequence[Any]:
+        """Return the native size classes, by ascending batch."""
+        ...
+
+    def complete(self, size_class: int, samples: int) -> bool:
+        """Run a batch with rows from host memory; False if some are not there."""
+        ...
+
+
+class SchedulerHost:
+    """Runs a native `BatchScheduler`. Thread-safe.
+
+    Requests whose rows are not all in memory, and those without columns, go to the model's ``answer``."""
+
+    def __init__(self) -> None:
+        from hps.native.scheduler import BatchScheduler
+
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._native = BatchScheduler(self._wake, _SPIN_US)
+        self._models: dict[int, tuple[ModelColumns, Answer]] = {}
+        self._lanes: dict[int, Lane] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=target, name=f"hps-scheduler-{name}", daemon=True)
+            for name, target in (
+                ("batches", self._native.run),
+                ("misses", self._complete_batches),
+                ("slow", self._answer_slow),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- models ------------------------------------------------------------------------------------
+
+    def add_model(self, columns: ModelColumns, answer: Answer) -> int:
+        """Add a model without lanes; return its number."""
+        number: int = self._native.add_model(columns.input_widths, columns.output_widths)
+        self._models[number] = columns, answer
+        return number
+
+    def add_lane(self, model: int, lane: Lane) -> None:
+        """Add a lane of ``model``; on the thread whose current device is the lane's."""
+        classes = lane.size_classes()
+        number = self._native.add_lane(model, classes, lane.context, lane.stream)
+        self._lanes[number] = lane
+
+    def remove_model(self, model: int) -> None:
+        """Remove a model once its batches have ended; its waiting requests are unavailable. Blocks."""
+        self._native.remove_model(model)
+        self._models.pop(model, None)
+
+    def counts(self, model: int) -> dict[str, int]:
+        """Return the model's counts: requests, samples, batches and others."""
+        counts: dict[str, int] = self._native.counts(model)
+        return counts
+
+    def hold_back(self, stream: int) -> None:
+        """Make later work on ``stream`` wait for the lanes' kernels that read tables."""
+        self._native.hold_back(stream)
+
+    # -- channels ----------------------------------------------------------------------------------
+
+    def open_channel(self) -> tuple[int, ChannelFiles]:
+        """Make a channel; return its number and the client's files, which are the caller's."""
+        memory = os.memfd_create("hps-scheduler", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        files = ChannelFiles(memory, os.dup(self._wake), woken)
+        try:
+            os.ftruncate(memory, CHANNEL_BYTES)
+            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            number: int = self._native.add_channel(memory, os.dup(woken))
+        except BaseException:
+            files.close()
+            raise
+        return number, files
+
+    def close_channel(self, number: int) -> None:
+        """Drop a channel whose client has ended; nothing of it stays."""
+        self._native.remove_channel(number)
+
+    def connect(self) -> SchedulerClient:
+        """Return a client in this process."""
+        _, files = self.open_channel()
+        return SchedulerClient(files)
+
+    def close(self) -> None:
+        """Stop, once the running batches have ended. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._native.stop()
+        for thread in self._threads:
+            thread.join()
+        self._lanes.clear()
+        self._models.clear()
+        del self._native
+        os.close(self._wake)
+
+    # -- what the lanes leave ----------------------------------------------------------------------
+
+    def _complete_batches(self) -> None:
+        while not self._closed:
+            batch = self._native.take_incomplete(_WAIT_MS)
+            if batch is None:
+                continue
+            lane, size_class, samples = batch
+            try:
+                complete = self._lanes[lane].complete(size_class, samples)
+            except Exception:
+                log.exception("a batch with missing rows failed; its requests run one by one")
+                complete = False
+            self._native.finish_incomplete(lane, complete)
+
+    def _answer_slow(self) -> None:
+        while not self._closed:
+            entry = self._native.take_slow(_WAIT_MS)
+            if entry is None:
+                continue
+            number, model, batch, deadline_ns, inputs, outputs = entry
+            reply = partial(self._reply, number, outputs)
+            try:
+                request = self._request(model, batch, deadline_ns, inputs)
+                future = self._models[model][1](request)
+            except Exception as error:
+                reply(error)
+            else:
+                future.add_done_callback(partial(_reply_with_result, reply))
+
+    def _request(
+        self, model: int, batch: int, deadline_ns: int, inputs: NDArray[np.uint8]
+    ) -> PredictRequest:
+        """Decode a request; its arrays are its own."""
+        columns, _ = self._models[model]
+        deadline = deadline_ns * 1e-9 if deadline_ns else None
+        if not batch:
+            request = decode_request(inputs.tobytes())
+            request.deadline = deadline
+            return request
+        features, dense = columns.decode_inputs(inputs.copy(), batch)
+        return PredictRequest(features, dense, deadline=deadline)
+
+    def _reply(
+        self, number: int, outputs: NDArray[np.uint8], reply: PredictResult | BaseException
+    ) -> None:
+        encoded = encode_reply(reply)
+        status = Status.REPLIED
+        if len(encoded) > len(outputs):
+            encoded = b"the answer is larger than the request's space for it"[: len(outputs)]
+            status = Status.FAILED
+        with self._lock:  # the memory of `outputs` exists until the scheduler is closed
+            if not self._closed:
+                outputs[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+                self._native.answer_slow(number, int(status), len(encoded))
+
+
+def _reply_with_result(
+    reply: Callable[[PredictResult | BaseException], None], future: Future[PredictResult]
+) -> None:
+    error = future.exception()
+    reply(future.result() if error is None else error)

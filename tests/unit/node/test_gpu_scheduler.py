@@ -1,0 +1,163 @@
+"""Predictions of a node and of attached processes in common batches on a GPU's twin."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import hps
+from hps.errors import BadRequest, DeadlineExceeded, Unavailable
+from hps.predict.scheduler.channel_socket import NODE_ENDED, connect
+from hps.types import Source, version_now
+from tests.unit.node.test_gpu_caches import (  # noqa: F401 # fixtures
+    HELD,
+    open_node,
+    repository,
+    request_of,
+    same,
+    table_of,
+)
+
+
+@pytest.fixture
+def attached(open_node, repository, tmp_path):  # noqa: F811
+    """A node with a GPU's twin, a process that is attached to it, a node without GPU, and the cache."""
+    runtime = {"runtime": str(tmp_path / "run")}
+    shared = {"shared": {"name": "test", "folder": str(tmp_path)}, "share": 1.0}
+    node, (cache,) = open_node(gpu={"share": 0.5}, cpu=shared, server=runtime)
+    config = {
+        "models": {"repository": str(repository)},
+        "tiers": {"cpu_cache": shared, "rocksdb": {"path": str(tmp_path / "db0")}},
+        "server": runtime,
+    }
+    with hps.attach(config) as process:
+        yield node, process, open_node(gpus=None, gpu={"use": "off"})[0], cache
+
+
+@pytest.mark.parametrize("batch", [1, 3, 40, 700, 5000])
+def test_attached_predictions_equal_host_predictions(attached, batch):
+    _, process, plain, cache = attached
+    asked = request_of(np.arange(200), batch)
+    pooled = cache.pooled
+    same(process.predict("m", *asked), plain.predict("m", *asked))
+    assert cache.pooled > pooled
+
+
+def test_concurrent_requests_of_all_sizes_get_their_own_scores(attached):
+    node, process, plain, _ = attached
+    asked = [request_of(np.arange(200), batch) for batch in (1, 2, 5, 64, 200, 3000)] * 20
+    expected = [plain.predict("m", *each) for each in asked[:6]] * 20
+    with ThreadPoolExecutor(16) as threads:
+        sides = [node, process] * 60
+        answers = list(threads.map(lambda i: sides[i].predict("m", *asked[i]), range(120)))
+    for answer, right in zip(answers, expected, strict=True):
+        same(answer, right)
+
+
+@pytest.mark.parametrize("keys", [np.arange(HELD - 100, HELD), np.arange(HELD + 100)])
+def test_attached_predictions_with_missing_rows_equal_host_predictions(attached, keys):
+    """Some rows are in host memory only, some nowhere."""
+    _, process, plain, _ = attached
+    for batch in (1, 40):
+        asked = request_of(keys, batch)
+        same(process.predict("m", *asked), plain.predict("m", *asked))
+
+
+def test_deleted_rows_are_reported_as_defaults(attached):
+    node, process, _, _ = attached
+    users = table_of(node, "users")
+    node.writer.delete(users, np.array([3]), np.full(1, version_now(), np.uint64)).result()
+    features, dense = request_of(np.arange(10, 200), 2)
+    features["user"] = np.array([3, 4])
+    features["last"] = np.tile(np.array([50, 60]), (2, 1))
+    assert process.predict("m", features, dense).defaulted == 1
+
+
+def test_requests_without_columns_are_answered_by_the_node(attached):
+    _, process, plain, _ = attached
+    features, dense = request_of(np.arange(200), 3)
+    features["seen"] = [[1], [2, 3, 4], []]
+    same(process.predict("m", features, dense), plain.predict("m", features, dense))
+    result = process.predict("m", *request_of(np.arange(200), 2), want_source=True)
+    assert set(result.sources["user"]) == {Source.GPU}
+
+
+def test_top_k_and_outputs_are_applied_where_the_request_came_from(attached):
+    _, process, plain, _ = attached
+    asked = request_of(np.arange(200), 30)
+    same(process.predict("m", *asked, top_k=5), plain.predict("m", *asked, top_k=5))
+
+
+def test_errors_of_the_node_keep_their_kind(attached):
+    _, process, _, _ = attached
+    features, dense = request_of(np.arange(200), 3)
+    features["user"] = np.arange(7)
+    with pytest.raises(BadRequest, match="user"):
+        process.predict("m", features, dense)
+
+
+def test_expired_request_fails_with_deadline_exceeded(attached):
+    _, process, _, _ = attached
+    with pytest.raises(DeadlineExceeded):
+        process.predict("m", *request_of(np.arange(200), 1), timeout_s=1e-9)
+
+
+def test_end_of_the_node_fails_requests_at_once(attached):
+    node, process, _, _ = attached
+    node.close()
+    started = time.monotonic()
+    with pytest.raises(Unavailable, match=NODE_ENDED):
+        process.predict("m", *request_of(np.arange(200), 1))
+    assert time.monotonic() - started < 1
+
+
+def test_ended_client_leaves_no_open_file_behind(attached):
+    node, process, _, _ = attached
+    before = len(os.listdir("/proc/self/fd"))
+    client = connect(node.socket.answers["scheduler"]({})["path"])
+    assert len(os.listdir("/proc/self/fd")) > before
+    client.close()
+    del client
+    deadline = time.monotonic() + 5
+    while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert process.predict("m", *request_of(np.arange(200), 1)).outputs
+
+
+_CLIENT = """
+import sys
+import numpy as np
+from hps.predict.scheduler.channel_socket import connect
+
+client, columns = connect(sys.argv[1]), [np.zeros(int(n), np.uint8) for n in sys.argv[3:]]
+while True:
+    client.submit(int(sys.argv[2]), 1, columns, (8, 64), None, lambda answer: answer)
+    print("sent", flush=True)
+"""
+
+
+def test_killed_process_leaves_nothing_behind(attached):
+    """Its requests in flight are dropped, and its channel is closed; others are answered."""
+    node, process, plain, _ = attached
+    described = node.socket.answers["scheduler"]({})
+    number = described["models"]["m/1"]["number"]
+    widths = [8, 24, 16, 16, 4]
+    before = len(os.listdir("/proc/self/fd"))
+    command = [sys.executable, "-c", _CLIENT, described["path"], str(number), *map(str, widths)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
+        assert client.stdout.readline()
+        asked = request_of(np.arange(200), 3)
+        same(process.predict("m", *asked), plain.predict("m", *asked))
+        client.kill()
+    deadline = time.monotonic() + 5
+    while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) == before
+    same(process.predict("m", *asked), plain.predict("m", *asked))
