@@ -179,10 +179,6 @@ OF_SERVE: dict[str, Wrong] = {
         {"tiers": {"rocksdb": {"checkpoints": "{empty_file}/saved"}}},
         "tiers.rocksdb.checkpoints: {empty_file} is not a folder that this process may write to; mount",
     ),
-    "workers and a GPU": (
-        {"server": {"workers": 2}, "tiers": {"gpu": {"use": "required"}}},
-        "server.workers: is 2, but workers can't use the node's GPU cache; set tiers.gpu.use",
-    ),
     **{
         f"TLS of {port}: {name}": ({"server": {port: {"tls": {**TLS, **tls}}}}, message)
         for port in ("http", "grpc", "admin")

@@ -64,10 +64,10 @@ def test_restarted_node_gets_the_same_folder() -> None:
     assert runtime_and_cache(reading(0)) != runtime_and_cache(reading(0))
 
 
-def test_workers_disable_the_gpu_cache() -> None:
-    assert for_workers(settings()).tiers.gpu.use == "off"
-    with pytest.raises(InvalidConfiguration, match=r"server\.workers: is 2, but workers can't use"):
-        settings(server={"workers": 2}, tiers={"gpu": {"use": "required"}})
+@pytest.mark.parametrize("use", ["auto", "required", "off"])
+def test_workers_leave_the_gpu_to_the_node(use: str) -> None:
+    chosen = settings(server={"workers": 2}, tiers={"gpu": {"use": use}})
+    assert for_workers(chosen).tiers.gpu.use == use
 
 
 def test_reserved_pages_of_a_shared_cache_are_rejected() -> None:
