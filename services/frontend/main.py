@@ -11,10 +11,8 @@ from typing import Any
 
 from hps.config import Configuration
 from hps.config.runtime_folder import for_workers
-from hps.config.schema import Settings
 from hps.config.server_settings import HttpListener
 from hps.errors import ConfigError
-from hps.node.gpu_caches import report_unused
 from hps.node.node import Node
 from hps.node.served_models import OpenModels
 from hps.observability.otel import Tracer
@@ -82,7 +80,6 @@ class FrontendServer(ServerProcess[OpenModels]):
         self._created_runtime: Path | None = None
         if configuration.settings.server.workers:
             settings = for_workers(configuration.settings)
-            self._report_unused_gpu(configuration.settings)
             if configuration.settings.server.runtime is None:
                 self._created_runtime = settings.server.runtime
             configuration = replace(configuration, settings=settings)
@@ -102,13 +99,6 @@ class FrontendServer(ServerProcess[OpenModels]):
                     self._created_runtime.rmdir()
         if self._workers is not None and self._workers.broken:
             raise ConfigError("a worker process failed to start; see its log line")
-
-    @staticmethod
-    def _report_unused_gpu(settings: Settings) -> None:
-        if settings.tiers.gpu.use != "off":
-            count = settings.server.workers
-            why = f"server.workers is {count}, and workers cannot use the node's (set workers to 0 to use it)"
-            report_unused(settings.tiers.gpu, why)
 
     def _ports(self) -> Mapping[str, HttpListener]:
         if self._settings.workers or self._settings.role == "lookup":
