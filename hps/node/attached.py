@@ -146,7 +146,7 @@ class _AttachBuilder:
         self._serving = ServingContext(TierChain(caches), stores, self._node.promote, lanes, runs)
         self._serving.publish(metrics)
         self._devices = NodeGpus(self._settings, [], metrics, resources)  # none is opened
-        self._scheduler = NodeSchedulerClient(NodeConnectionPool(path), metrics, resources)
+        self._scheduler = NodeSchedulerClient(path, metrics, resources)
 
     def attached(self) -> Attached:
         connections, sync = NodeConnectionPool(self._path), self._sync

@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hps.config.model_schema import ModelSpec
@@ -56,22 +57,21 @@ class NodeSchedulerClient:
     A new one is opened once the node's process has ended: another one may have taken its place.
     ``resources`` closes it. Thread-safe."""
 
-    def __init__(
-        self, connections: NodeConnectionPool, metrics: Metrics, resources: ExitStack
-    ) -> None:
-        self._connections = connections
+    def __init__(self, socket: Path, metrics: Metrics, resources: ExitStack) -> None:
+        """``socket``: the node's."""
+        self._socket = socket
         self._metrics = metrics
         self._lock = threading.Lock()
         self._client: SchedulerClient | None = None
-        resources.callback(connections.close)
         resources.callback(self._close)
 
     def find(self, model: str, version: int) -> NodeModel | None:
         """Return the version if the node runs it in its scheduler. Raises ``TierError``."""
         try:
-            described: Mapping[str, Any] | None = self._connections.ask(
-                "scheduler", time.monotonic() + _ANSWER_S
-            )
+            with closing(NodeConnectionPool(self._socket)) as node:
+                described: Mapping[str, Any] | None = node.ask(
+                    "scheduler", time.monotonic() + _ANSWER_S
+                )
         except Unavailable:  # the node has none
             return None
         found = None if described is None else described["models"].get(f"{model}/{version}")
