@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -27,7 +26,7 @@ from hps.tiers.cpu.cache_memory import CacheMemory
 from hps.tiers.cpu.segments import Segments
 from hps.tiers.ranking import HotKeys, MergedRanking
 from hps.types import EmbeddingTable, KeyArray, Progress, Source
-from hps.updates.cache_warmup import CacheWarmup, promote_keys
+from hps.updates.cache_warmup import CacheWarmup, FileRows
 from hps.updates.cache_writer import CacheWriter
 from hps.updates.gpu_promotion import GpuPromotion
 from hps.updates.hot_key_snapshot import HotKeySnapshots, hot_keys_at_start
@@ -139,37 +138,47 @@ class NodeCaches:
         for model in self._opened:
             for name, table in model.tables.items():
                 files = model.version.tables[name]
-                if table in self._devices.static:
-                    self._fill_static(table, files, progress)
+                if table in self._devices.static and not self._fill_static(warming, table, files):
                     continue
                 rows = min(
                     files.rows, max((self._wanted(c, table) for c in self.statuses), default=0)
                 )
-                if rows and (hot := self._hot.get(table.id)) is not None and len(hot[0]):
-                    warming.hottest(table, hot[0][:rows], self.statuses[0].tier)
-                    if self._gpu_promotion and self._devices.replicas:
-                        self._gpu_promotion.promote_now(
-                            table, hot[0][: self._devices.replicas.capacity(table)]
-                        )
-                    continue
                 version = self._stores.version_of_rows(table)
-                warming.fill(table, files.keys(0, rows), files.vectors, version)
+                hot = self._hot.get(table.id) if rows else None
+                if hot is None or not len(hot[0]) or (version is not None and rows == files.rows):
+                    warming.fill(table, files.keys(0, rows), files.vectors, version)
+                if hot is not None and len(hot[0]):
+                    self._fill_hottest(warming, table, hot[0][:rows])
+
+    def _fill_hottest(self, warming: CacheWarmup, table: EmbeddingTable, keys: KeyArray) -> None:
+        warming.hottest(table, keys, self.statuses[0].tier)
+        if self._gpu_promotion and self._devices.replicas:
+            keys = keys[: self._devices.replicas.capacity(table)]
+            self._gpu_promotion.promote_now(table, keys)
 
     def _wanted(self, cache: TierStatus, table: EmbeddingTable) -> int:
         """Number of rows of ``table`` to put into ``cache`` before the node is ready."""
         tiers, capacity = self._settings.tiers, cache.capacity(table) or 0
-        if not tiers.cpu_cache.warm:
+        on_gpu = cache.tier is self._devices.replicas
+        if not tiers.cpu_cache.warm or (on_gpu and table in self._devices.static):
             return 0
-        return int(capacity * tiers.gpu.fill) if cache.tier is self._devices.replicas else capacity
+        return int(capacity * tiers.gpu.fill) if on_gpu else capacity
 
-    def _fill_static(self, table: EmbeddingTable, files: TableFiles, progress: Progress) -> None:
-        """Put every row of ``table`` into the GPU caches, from the stores, and seal the table."""
-        keys = dedup(table.narrow(files.keys(0, files.rows)))[0]
-        with progress.task(f"filling {table.name}", len(keys)) as step:
-            promote_keys(self._writer, table, keys, step, math.inf)
-        assert self._devices.replicas is not None
-        if dropped := self._devices.replicas.seal(table):
+    def _fill_static(self, warming: CacheWarmup, table: EmbeddingTable, files: TableFiles) -> bool:
+        """Put every row of ``table`` into the GPU caches and seal the table.
+
+        Returns whether the CPU cache remains to be filled: rows that must be read from the stores are put
+        into all caches at once."""
+        replicas, version = self._devices.replicas, self._stores.version_of_rows(table)
+        assert replicas is not None
+        keys = table.narrow(files.keys(0, files.rows))
+        if version is None:
+            warming.promote_all(table, dedup(keys)[0])
+        else:
+            warming.fill_static(FileRows(table, keys, files.vectors, version), replicas)
+        if dropped := replicas.seal(table):
             log.warning("%d rows of table %s do not fit the GPU cache", dropped, table.id)
+        return version is not None
 
     # -- while it serves ---------------------------------------------------------------------------
 

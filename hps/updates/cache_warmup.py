@@ -1,15 +1,20 @@
-"""Fill a cache before the node is ready, from the start of a table's files."""
+"""Fill caches before the node is ready, from a table's files or from the stores."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from hps.tiers.base import FetchContext, Part, Tier
-from hps.types import EmbeddingTable, KeyArray, Progress, VectorArray
+from hps.types import EmbeddingTable, KeyArray, Progress, VectorArray, VersionArray
 from hps.updates.cache_writer import CacheWriter
 
 log = logging.getLogger(__name__)
@@ -17,8 +22,20 @@ log = logging.getLogger(__name__)
 ReadVectors = Callable[[int, int], VectorArray]
 """``vectors(start, stop)`` reads the vectors (stop - start, dim) float32 of the keys at these positions."""
 _CHUNK_ROWS = 16_384
+_LARGE_CHUNK_BYTES = 1 << 25
+"""Bytes of rows per insert into a GPU cache: each insert is copied and waited for, which takes a while."""
 # A store reads 50,000 rows/s and more; after this long, lookups warm the rest.
 WARM_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class FileRows:
+    """Rows of a table's files: ``keys (n,)``, narrowed; their ``vectors``, and one ``version``."""
+
+    table: EmbeddingTable
+    keys: KeyArray
+    vectors: ReadVectors
+    version: int
 
 
 class CacheWarmup:
@@ -41,9 +58,26 @@ class CacheWarmup:
         keys = table.narrow(keys)
         with self._progress.task(f"warming {table.name}", len(keys)) as step:
             if version is not None:
-                insert_rows(self._writer, table, keys, vectors, version, step)
+                rows = FileRows(table, keys, vectors, version)
+                insert_rows(partial(self._writer.insert, table), rows, step)
             else:
                 promote_keys(self._writer, table, keys, step, self._until)
+
+    def fill_static(self, rows: FileRows, cache: Tier) -> None:
+        """Put all of ``rows`` into ``cache``, in which the table is static; other caches get none."""
+        table = rows.table
+
+        def insert(keys: KeyArray, vectors: VectorArray, versions: VersionArray) -> Future[None]:
+            return self._writer.run(partial(cache.insert, table, keys, vectors, versions))
+
+        chunk = max(_CHUNK_ROWS, _LARGE_CHUNK_BYTES // table.row_bytes)
+        with self._progress.task(f"filling {table.name}", len(rows.keys)) as step:
+            insert_rows(insert, rows, step, chunk)
+
+    def promote_all(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """Put the stores' rows of ``keys (n,)`` into the caches, however long it takes."""
+        with self._progress.task(f"filling {table.name}", len(keys)) as step:
+            promote_keys(self._writer, table, keys, step, math.inf)
 
     def hottest(self, table: EmbeddingTable, keys: KeyArray, cache: Tier) -> None:
         """Put ``keys (n,)``, the hottest first, into ``cache`` with the stores' rows."""
@@ -56,22 +90,33 @@ class CacheWarmup:
 
 
 def insert_rows(
-    writer: CacheWriter,
-    table: EmbeddingTable,
-    keys: KeyArray,
-    vectors: ReadVectors,
-    version: int,
+    insert: Callable[[KeyArray, VectorArray, VersionArray], Future[None]],
+    rows: FileRows,
     step: Callable[[int], None],
+    chunk: int = 0,
 ) -> None:
-    """Insert ``keys (n,)`` with their ``vectors``, all of ``version``.
+    """Insert ``rows``, at most ``chunk`` at a time, and read the next ones meanwhile.
 
     Only for files whose rows the stores still hold unchanged, with no key twice. The first rows are
     inserted last, so that a full cache keeps those."""
-    for part in _backwards(len(keys)):
-        rows = np.ascontiguousarray(vectors(part.start, part.stop)[::-1], table.dtype)
-        versions = np.full(len(rows), version, np.uint64)
-        writer.insert(table, np.array(keys[part][::-1], np.int64), rows, versions).result()
-        step(len(rows))
+    table, keys = rows.table, rows.keys
+    running: deque[tuple[Future[None], int]] = deque()
+
+    def finish() -> None:
+        done, n = running.popleft()
+        done.result()
+        step(n)
+
+    for part in _backwards(len(keys), chunk or _CHUNK_ROWS):
+        vectors = np.ascontiguousarray(rows.vectors(part.start, part.stop)[::-1], table.dtype)
+        versions = np.full(len(vectors), rows.version, np.uint64)
+        running.append(
+            (insert(np.array(keys[part][::-1], np.int64), vectors, versions), len(vectors))
+        )
+        if len(running) > 1:
+            finish()
+    while running:
+        finish()
 
 
 def promote_keys(
@@ -100,6 +145,6 @@ def promote_keys(
         step(len(part))
 
 
-def _backwards(n: int) -> Iterator[slice]:
-    for start in reversed(range(0, n, _CHUNK_ROWS)):
-        yield slice(start, min(start + _CHUNK_ROWS, n))
+def _backwards(n: int, chunk: int) -> Iterator[slice]:
+    for start in reversed(range(0, n, chunk)):
+        yield slice(start, min(start + chunk, n))

@@ -24,6 +24,7 @@ from hps.observability.profile import Profile
 from hps.tiers.gpu import device_space as gpu_space
 from hps.tiers.gpu import memory as gpu_memory
 from hps.tiers.gpu.memory import GpuMemoryUsage
+from hps.tiers.rocksdb import RocksDbTier
 from hps.types import JaggedKeys, PredictRequest, Source, version_now
 from hps.updates.hot_key_snapshot import read_hot_keys
 from tests.support import onnx_networks, twin_device
@@ -79,10 +80,10 @@ def open_node(repository, tmp_path, monkeypatch):
     """Opens nodes on ``gpus`` twins (None: on none) of the repository; ``node.gpus`` are their caches."""
     opened = []
 
-    def open_it(gpus=1, gpu=None, cpu=None, tables=None, **settings):
+    def open_it(gpus=1, gpu=None, cpu=None, tables=None, rocksdb=None, **settings):
         caches = [] if gpus is None else twin_device.install(monkeypatch, gpus)
         tiers = {"gpu": gpu or {}, "cpu_cache": cpu or {"share": 1.0}}
-        tiers["rocksdb"] = {"path": str(tmp_path / f"db{len(opened)}")}
+        tiers["rocksdb"] = {"path": str(rocksdb or tmp_path / f"db{len(opened)}")}
         serve = {"m": {"tables": tables or {}}}
         models = {"repository": str(repository), "serve": serve}
         node = hps.open({"models": models, "tiers": tiers, **settings})
@@ -589,6 +590,9 @@ def test_hot_keys_of_the_last_run_are_filled_first(open_node, tmp_path):
     node.close()
     node, (cache,) = open_node(cpu=snapshot, gpu={"share": 0.05})
     assert set(hot.tolist()) <= set(cache.keys_of(table_of(node, "users")))
+    node.close()
+    node, (cache,) = open_node(cpu=snapshot, gpu={"share": 1.0})
+    assert cache.keys_of(table_of(node, "users")) == list(range(HELD))
 
 
 def test_keys_answered_only_by_the_gpu_are_in_the_hot_keys(open_node, tmp_path):
@@ -650,6 +654,35 @@ def test_static_table_is_filled_completely_and_never_changes(open_node):
     node.predict("m", *features_and_dense)
     node.writer.flush()
     assert cache.keys_of(users) == list(range(HELD))
+
+
+def test_static_table_is_filled_from_the_files_unless_rows_were_written(open_node, monkeypatch):
+    """The CPU cache gets the first rows, as many as it holds."""
+    fetched = []
+
+    def fetch(self, parts, ctx):
+        fetched.append(sum(len(part.missing) for part in parts))
+        return fetch_of_store(self, parts, ctx)
+
+    fetch_of_store = RocksDbTier.fetch
+    monkeypatch.setattr(RocksDbTier, "fetch", fetch)
+    chosen = {"cpu": {"share": 0.1}, "tables": {"users": {"gpu_static": True}}}
+    node, (cache,) = open_node(gpu={"share": 0.1}, **chosen)
+    users = table_of(node, "users")
+    assert cache.keys_of(users) == list(range(HELD))
+    assert set(node.tiers[0].tier.top_k(users, HELD)[0].tolist()) <= set(range(200))
+    assert 80 < node.tiers[0].tier.size(users) <= 100
+    assert not fetched
+    path = node.tiers[-1].tier.inner.path
+    node.close()
+    written, _ = open_node(gpus=None, gpu={"use": "off"}, rocksdb=path)
+    written.write("m", "users", [5], np.full((1, 4), 9, np.float32))
+    written.close()
+    node, (cache,) = open_node(gpu={"share": 0.1}, rocksdb=path, **chosen)
+    assert cache.keys_of(table_of(node, "users")) == list(range(HELD))
+    assert sum(fetched) == HELD
+    vectors = node.lookup_on_device("m", {"user": np.array([5, 6])}).vectors["user"]
+    np.testing.assert_array_equal(vectors, [[9] * 4, *rows([6], 4)])
 
 
 def test_static_table_with_update_streams_raises_config_error(open_node):

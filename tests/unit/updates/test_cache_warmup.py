@@ -1,6 +1,8 @@
 """Cache warm-up: the first rows stay, and the time limit holds."""
 
 import time
+from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 import pytest
@@ -36,13 +38,42 @@ def test_insert_rows_keeps_the_first_rows_when_the_cache_is_full(world):
     keys = np.arange(1000)
     rows = np.repeat(np.float32(keys)[:, None], 2, axis=1)
     steps = []
-    warm.insert_rows(writer, TABLE, keys, lambda a, b: rows[a:b], 7, steps.append)
+    warm.insert_rows(
+        partial(writer.insert, TABLE),
+        warm.FileRows(TABLE, keys, lambda a, b: rows[a:b], 7),
+        steps.append,
+    )
     assert sum(steps) == 1000
     there, part = held(cache, keys)
     assert there[:64].sum() > 55
     assert there[500:].sum() < 10
     np.testing.assert_array_equal(part.out[there], rows[there].astype(np.float16))
     assert (part.versions[there] == 7).all()
+
+
+def test_next_rows_are_read_while_the_last_ones_are_inserted():
+    """At most two chunks are in memory; a failed insert ends the fill with its error."""
+    inserts, reads = [], []
+
+    def insert(keys, vectors, versions):
+        inserts.append(Future())
+        return inserts[-1]
+
+    def read(start, stop):
+        if len(inserts) == 1:
+            assert not inserts[0].done()
+            inserts[0].set_result(None)
+        elif len(inserts) == 2:
+            assert not inserts[1].done()
+            inserts[1].set_exception(ValueError("no memory"))
+        reads.append((start, stop))
+        return np.ones((stop - start, 2), np.float32)
+
+    steps = []
+    with pytest.raises(ValueError, match="no memory"):
+        warm.insert_rows(insert, warm.FileRows(TABLE, np.arange(50), read, 1), steps.append, 10)
+    assert reads == [(40, 50), (30, 40), (20, 30)]
+    assert steps == [10]
 
 
 def test_promote_keys_inserts_the_rows_of_the_store(world):
