@@ -202,7 +202,9 @@ def running_server(scene: Scene, cores: Cores, *, gpu: bool, workers: int) -> It
     rows = {"use": "required", "capacity_bytes": 4 << 30} if gpu else {"use": "off"}
     tiers = {"gpu": rows, "cpu_cache": {"share": 1.0}}
     dense = {"provider": "cuda" if gpu else "cpu"}
-    limits = {"workers": workers}
+    # Closed-loop callers wait for their answers: nothing is to be rejected.
+    patient = {"max_wait_ms": 30_000.0}
+    limits = {"workers": workers, "request_timeout_ms": 60_000.0, "admission": patient}
     with on_cores(cores.server):
         server_of = start_hps(
             scene.folder, tiers=tiers, dense=dense, limits=limits, timeout_s=300.0
