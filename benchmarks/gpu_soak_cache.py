@@ -34,7 +34,7 @@ class CacheSoak:
     lock: threading.Lock = field(default_factory=threading.Lock)
     stop: threading.Event = field(default_factory=threading.Event)
     base: int = make_version(time.time_ns() // 1_000_000)
-    spoil: bool = False
+    spoil: bool = False  # write wrong rows, to see that they are noticed
 
     def run(self, limit_s: float) -> None:
         """Until ``target`` keys are checked. Raises what a thread raised."""
@@ -73,8 +73,8 @@ class CacheSoak:
         self.written += 1
         versions = self.xp.full(len(keys), self.base + self.written, np.uint64)
         rows = self.rows(keys, versions)
-        if self.spoil and self.written > 10:
-            rows[0, -1] = 0
+        if self.spoil:
+            rows[:, -1] = 0
         self.cache.insert(self.table, keys, rows, versions)
 
     def write_on(self) -> None:
