@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,18 @@ def _uuid_of(device: int) -> UUID:
     if failed or (failed := driver.cuDeviceGetUuid_v2(uuid, handle)):
         raise RuntimeError(f"the CUDA driver did not give device {device}'s UUID (error {failed})")
     return UUID(bytes=bytes(uuid))
+
+
+def release_unused(devices: Iterable[int]) -> None:
+    """Give the memory that CuPy keeps for later allocations back to ``devices`` and the host.
+
+    Collects garbage first: cycles, such as those of exceptions, may hold arrays."""
+    cp = cupy()
+    gc.collect()
+    for device in devices:
+        with cp.cuda.Device(device):
+            cp.get_default_memory_pool().free_all_blocks()
+    cp.get_default_pinned_memory_pool().free_all_blocks()
 
 
 def free_host_bytes() -> int:

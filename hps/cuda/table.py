@@ -96,7 +96,7 @@ class GpuTable:
         try:
             self._allocate_on_device()
         except cupy().cuda.memory.OutOfMemoryError as error:
-            self._release()
+            self.release()
             raise out_of_memory_error(self.table, shape) from error
         self.host = pinned(self.table, shape)
         host = self.host.ptr - shape.device_rows * shape.stride if self.host else 0
@@ -111,7 +111,7 @@ class GpuTable:
 
     def _allocate_on_device(self) -> None:
         cp, shape = cupy(), self.shape
-        self._release()
+        self.release()
         self.lines = cp.empty(shape.buckets * BUCKET_BYTES, np.uint8)
         self.rows = cp.empty(shape.device_rows * shape.stride, np.uint8)
         self.versions = cp.zeros(shape.rows, np.uint64)
@@ -119,9 +119,9 @@ class GpuTable:
         if shape.scored:
             self.slot_scores = cp.zeros(shape.slots, np.uint64)
 
-    def _release(self) -> None:
-        """Release the arrays, so that the free memory that is reported includes them."""
-        self.lines = self.rows = self.versions = self.spare = self.slot_scores = None
+    def release(self) -> None:
+        """Release the arrays. Nothing may read the table on the device, then or later."""
+        self.lines = self.rows = self.versions = self.spare = self.slot_scores = self.host = None
 
     def _start_clock(self, options: GpuTableOptions) -> None:
         self._ticks = options.ticks

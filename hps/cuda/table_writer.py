@@ -57,6 +57,11 @@ class GpuTableWriter:
         self._args = KernelStruct(WRITE_ARGS)
         cp.cuda.get_current_stream().synchronize()
 
+    def release(self) -> None:
+        """Free the memory, after the last write; no other may follow."""
+        self.finish()
+        self._position = self._scratch = self._counters = None
+
     def after(self, stream: Any) -> None:
         """Make later writes wait for the work that is on ``stream`` now."""
         self._given.record(stream)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hps.dense.base import NetworkTensor
 from hps.dense.onnx import OnnxModel, first_line
-from hps.errors import DenseModelError
+from hps.errors import DenseModelError, Unavailable
 
 _ALIGN = 256
 _BINDINGS_KEPT = 32
@@ -170,10 +170,10 @@ class NetworkLane:
         self.sent = sent
         self.stream = space.take_stream()
         with space.device:  # ONNX Runtime changes the thread's device
-            self.session = network.session_on(device, self.stream.ptr)
+            self.session: Any = network.session_on(device, self.stream.ptr)
         self.kept: dict[Any, Any] = {}
-        self.pinned = space.pinned(1 << 16)
-        self._block = space.bytes(1 << 16)
+        self.pinned: Any = space.pinned(1 << 16)
+        self._block: Any = space.bytes(1 << 16)
         self._device = device
         self._bindings: dict[tuple[int, tuple[str, ...]], LaneBinding] = {}
 
@@ -199,6 +199,11 @@ class NetworkLane:
     ) -> tuple[str, str, int, Any, tuple[int, ...], int]:
         return tensor.name, self.space.kind, self._device, tensor.dtype, shape, at
 
+    def close(self) -> None:
+        """Free the lane's memory: its session, and all that is bound to its block."""
+        self._forget()
+        self.session = self._block = self.pinned = None
+
     def _forget(self) -> None:
         self._bindings.clear()
         self.kept.clear()
@@ -210,18 +215,36 @@ class DeviceLanes:
     def __init__(
         self, network: OnnxModel, space: Any, device: int, sent: frozenset[str], count: int
     ) -> None:
-        self._free: queue.LifoQueue[NetworkLane] = queue.LifoQueue()
+        self._count = count
+        self.closed = False
+        self._free: queue.LifoQueue[NetworkLane | None] = queue.LifoQueue()
         for _ in range(count):
             self._free.put(NetworkLane(network, space, device, sent))
 
     @contextmanager
     def lease(self) -> Iterator[NetworkLane]:
-        """Lease a lane; the last used one if it is free, since its batch sizes are bound."""
-        lane = self._free.get()
+        """Lease a lane; the last used one if it is free, since its batch sizes are bound.
+
+        Raises Unavailable once the lanes are closed."""
+        lane = None if self.closed else self._free.get()
+        if lane is None:
+            self._free.put(None)  # for the next caller that waits
+            raise Unavailable("the network is closed")
         try:
             yield lane
         finally:
             self._free.put(lane)
+
+    def close(self) -> None:
+        """Free the lanes and their memory, each once its run has ended. Idempotent, for one thread."""
+        if self.closed:
+            return
+        self.closed = True
+        lanes = [self._free.get() for _ in range(self._count)]
+        self._free.put(None)
+        for lane in lanes:
+            if lane is not None:
+                lane.close()
 
 
 def address(array: Any) -> int:

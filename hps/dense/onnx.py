@@ -25,7 +25,7 @@ from hps.dense.onnxruntime_loader import (
     quiet_logger,
     report_unused_gpu,
 )
-from hps.errors import ConfigError, DenseModelError, ModelError
+from hps.errors import ConfigError, DenseModelError, ModelError, Unavailable
 
 _DATATYPE_OF = {
     "tensor(bool)": "BOOL",
@@ -207,9 +207,12 @@ class OnnxModel:
         deadline: float | None = None,
     ) -> dict[str, NDArray[Any]]:
         names = self._names if outputs is None else list(outputs)
+        session = self._session
+        if session is None:
+            raise Unavailable("the network is closed")
         try:
             with self._beside():
-                arrays = self._session.run(names, inputs)
+                arrays = session.run(names, inputs)
         except Exception as error:
             raise DenseModelError(f"the dense model failed: {first_line(error)}") from error
         return dict(zip(names, arrays, strict=True))
@@ -248,7 +251,11 @@ class OnnxModel:
         return best * 1e6
 
     def close(self) -> None:
-        """Do nothing: the session is freed with its last reference, after the last run in flight."""
+        """Free the session on a GPU, after the runs in flight; later runs raise Unavailable.
+
+        A session on the CPU is freed with its last reference."""
+        if not self.on_host:
+            self._session = None
 
 
 def convert_to_float16(path: Path) -> bytes:

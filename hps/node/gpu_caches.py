@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -67,6 +67,7 @@ class NodeGpus:
         self._metrics = metrics
         self._resources = resources
         self._bridged: list[tuple[Tier, Tier]] = []
+        self._closed_last: list[Callable[[], None]] = []
         self._host: list[HostCaches] = []
         self.replicas: GpuReplicas | None = None
         self.scheduler: NodeScheduler | None = None
@@ -96,9 +97,19 @@ class NodeGpus:
             if planned.policy is EvictionPolicy.SCORE and not planned.static
         ]
         self.replicas = GpuReplicas(caches, by_version)
-        self._resources.callback(self.replicas.close)
+        self._resources.callback(self._close)
         publish_memory(self._metrics, self._chosen.devices, self._resources)
         return self._status(self.replicas, plan)
+
+    def _close(self) -> None:
+        """Give all memory back, though others may still refer to the caches, lookups and paths.
+
+        Runs after the threads that use them have ended, since it was registered before these started."""
+        while self._closed_last:
+            self._closed_last.pop()()
+        assert self.replicas is not None
+        self.replicas.close()
+        release_memory(self._chosen.devices)
 
     def _status(self, replicas: GpuReplicas, plan: Plan) -> TierStatus:
         tables = [table for table, planned in plan.items() if planned.rows]
@@ -128,7 +139,7 @@ class NodeGpus:
         if self.replicas is None:
             return
         for cache, device in zip(self.replicas.caches, self._chosen.devices, strict=True):
-            chain: list[Tier] = [MeteredTier(cache, TierMeter(self._metrics, cache.info.name))]
+            chain: list[Any] = [MeteredTier(cache, TierMeter(self._metrics, cache.info.name))]
             if caches:
                 on_host = TierChain(caches)
                 inner = PromotingTier(on_host, promote_to_gpu, "")
@@ -139,6 +150,7 @@ class NodeGpus:
             threads = self._settings.tiers.lookup_threads
             store_bridge = bridge_to_device(PromotingTier(stores, promote, ""), device, threads)
             self._bridged.append((TierChain(chain), store_bridge))
+            self._closed_last += [bridge.release for bridge in (*chain[1:], store_bridge)]
 
     def lookups(
         self, model: OpenedModel, workers: LookupPools, promote: Promote, meter: LookupMeter
@@ -146,12 +158,14 @@ class NodeGpus:
         """The model's lookups, one per device."""
         if self.replicas is None:
             return []
-        return [
+        lookups = [
             DeviceLookup(cache, host, model.lookup, caches, stores, workers, promote, meter)
             for cache, host, (caches, stores) in zip(
                 self.replicas.caches, self._host, self._bridged, strict=True
             )
         ]
+        self._closed_last += [lookup.close for lookup in lookups]
+        return lookups
 
     def paths(
         self, model: OpenedModel, lookups: Sequence[DeviceLookup], meter: LookupMeter
@@ -180,6 +194,7 @@ class NodeGpus:
         for lookup, device in zip(lookups, self._chosen.devices, strict=True):
             lanes = DeviceLanes(network, lookup.cache.space, device, sent, count)
             paths.append(DevicePath(lookup, lanes, feeds, observe, meter))
+            self._closed_last.append(lanes.close)
         return paths
 
     def schedule(
@@ -239,6 +254,7 @@ class NodeGpus:
     def _open_caches(self, plan: Plan) -> list[Any]:
         """Open a cache on each device; if one fails, close the others."""
         with ExitStack() as opened:
+            opened.callback(release_memory, self._chosen.devices)
             caches = [self._cache(device, plan, opened) for device in self._chosen.devices]
             opened.pop_all()
             return caches
@@ -268,11 +284,18 @@ def open_cache(device: int, workspaces: int) -> Any:
     return GpuCache({}, device=device, workspaces=workspaces)
 
 
-def bridge_to_device(inner: Tier, device: int, workspaces: int) -> Tier:
+def bridge_to_device(inner: Tier, device: int, workspaces: int) -> Any:
     """Bridge from parts on ``device`` to ``inner`` in host memory."""
     from hps.tiers.gpu.host_bridge import HostBridge
 
     return HostBridge(inner, device=device, workspaces=workspaces)
+
+
+def release_memory(devices: Sequence[int]) -> None:
+    """Give memory that is allocated but not used back to ``devices``."""
+    from hps.cuda.memory import release_unused
+
+    release_unused(devices)
 
 
 def runs_on_gpu(network: OnnxModel) -> bool:

@@ -108,6 +108,10 @@ class DevicePath:
             binding.start(inputs)
             return binding.finish()
 
+    def close(self) -> None:
+        """Free the lanes once their runs have ended; later predictions raise Unavailable."""
+        self._lanes.close()
+
     # -- device paths ------------------------------------------------------------------------------
 
     def _pool(

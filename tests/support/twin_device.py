@@ -309,6 +309,10 @@ class Bridge(TierWrapper):
     def __init__(self, inner: Any, device: int, workspaces: int) -> None:
         super().__init__(inner)
         self.info = replace(inner.info, memory="cuda")
+        self.released = False
+
+    def release(self) -> None:
+        self.released = True
 
     def fetch(self, parts: Any, ctx: Any) -> None:
         parts = [part for part in parts if len(part.missing)]
@@ -342,5 +346,6 @@ def install(monkeypatch: Any, count: int = 1, free: int = 1 << 34) -> list[Cache
         gpu_memory, "read_memory", lambda device: GpuMemoryUsage(device, f"GPU-{device}", 1, free)
     )
     monkeypatch.setattr(devices, "bridge_to_device", Bridge)
+    monkeypatch.setattr(devices, "release_memory", lambda devices: None)
     monkeypatch.setattr(devices, "runs_on_gpu", lambda network: True)
     return caches

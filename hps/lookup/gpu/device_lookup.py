@@ -89,6 +89,10 @@ class DeviceLookup(LookupEngine):
         observe = top.observe if isinstance(top, MeteredTier) else None
         self._prepared_lookups = PreparedDeviceLookups(cache, host, observe, self._meter)
 
+    def close(self) -> None:
+        """Free what was prepared for repeated requests; later lookups of resident rows raise Unavailable."""
+        self._prepared_lookups.close()
+
     def submit(self, request: LookupRequest) -> Future[LookupResult]:
         if request.out:
             raise BadRequest(

@@ -13,6 +13,7 @@ import numpy as np
 
 from hps.backoff import CallBackoff
 from hps.bounded_memo import memoize
+from hps.errors import Unavailable
 from hps.lookup.base import Feature
 from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, HostCaches, prepared_pooling
 from hps.observability.meters import LookupMeter
@@ -64,6 +65,12 @@ class PreparedDeviceLookups:
         self._prepared: dict[Any, queue.SimpleQueue[_PreparedDeviceLookup]] = {}
         self._backoff = CallBackoff()
         self._fetch_backoff = CallBackoff()
+        self._closed = False
+
+    def close(self) -> None:
+        """Free what was prepared; later lookups raise Unavailable."""
+        self._closed = True
+        self._prepared.clear()
 
     def lookup(
         self,
@@ -75,6 +82,8 @@ class PreparedDeviceLookups:
         """Return the vectors of ``features`` as new arrays, complete; None if a row is not in memory.
 
         ``key`` distinguishes requests that differ in more than their keys."""
+        if self._closed:
+            raise Unavailable("the GPU cache is closed")
         pooling, fetching = self._backoff.is_due(), self._fetch_backoff.is_due()
         if not (pooling or fetching):
             return None

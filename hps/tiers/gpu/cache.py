@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from hps.cuda.prepared import (
 )
 from hps.cuda.table import GpuTable
 from hps.cuda.table_writer import WrittenRows
-from hps.errors import TierTimeout
+from hps.errors import TierTimeout, Unavailable
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.gpu.checks import (
     DevicePooling,
@@ -69,7 +70,7 @@ class GpuCache(GpuTables):
     ) -> None:
         super().__init__(device)
         self._clock = clock
-        self._workspaces: queue.SimpleQueue[FetchWorkspace] = queue.SimpleQueue()
+        self._workspaces: queue.SimpleQueue[FetchWorkspace | None] = queue.SimpleQueue()
         self.direct = DirectFetch(self._readers)
         with self._device, allocate_buffers(f"{workspaces} workspaces"):
             for _ in range(workspaces):
@@ -190,11 +191,23 @@ class GpuCache(GpuTables):
     def _workspace(self, ctx: FetchContext) -> FetchWorkspace:
         wait = None if ctx.deadline is None else max(0.0, ctx.deadline - time.monotonic())
         try:
-            return self._workspaces.get(timeout=wait)
+            workspace = self._workspaces.get(timeout=wait)
         except queue.Empty:
             raise TierTimeout(
                 self.info.name, "no workspace came free before the deadline"
             ) from None
+        if workspace is None:
+            self._workspaces.put(None)  # for the next fetch
+            raise Unavailable("the GPU cache is closed")
+        return workspace
+
+    def close(self) -> None:
+        """Free tables and workspaces, after the fetches in flight. Later fetches find nothing."""
+        super().close()
+        with suppress(queue.Empty):
+            while self._workspaces.get_nowait() is not None:
+                pass
+        self._workspaces.put(None)
 
     # -- writing ----------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from hps.cuda.launch import SCATTER_ARGS, UNANSWERED
 from hps.cuda.loader import KernelStruct, cupy
 from hps.cuda.scatter import ScatterInputs, scatter
 from hps.cuda.staging import StagingBuffer
-from hps.errors import TierTimeout
+from hps.errors import TierTimeout, Unavailable
 from hps.native import dedup
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.gpu.checks import array_length, check_array, check_part
@@ -37,7 +38,7 @@ class HostBridge:
         self.inner = inner
         self.info = replace(inner.info, memory="cuda")
         self._device = cupy().cuda.Device(device)
-        self._spaces: queue.SimpleQueue[_BridgeBuffer] = queue.SimpleQueue()
+        self._spaces: queue.SimpleQueue[_BridgeBuffer | None] = queue.SimpleQueue()
         with self._device:
             for _ in range(workspaces):
                 self._spaces.put(_BridgeBuffer())
@@ -76,10 +77,14 @@ class HostBridge:
     def _space(self, ctx: FetchContext) -> _BridgeBuffer:
         wait = None if ctx.deadline is None else max(0.0, ctx.deadline - time.monotonic())
         try:
-            return self._spaces.get(timeout=wait)
+            space = self._spaces.get(timeout=wait)
         except queue.Empty:
             message = "no workspace came free before the deadline"
             raise TierTimeout(self.inner.info.name, message) from None
+        if space is None:
+            self._spaces.put(None)  # for the next fetch
+            raise Unavailable("the GPU cache is closed")
+        return space
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -105,8 +110,16 @@ class HostBridge:
 
     def close(self) -> None:
         """Wait for copies in flight, then close ``inner``."""
-        self._device.synchronize()
+        self.release()
         self.inner.close()
+
+    def release(self) -> None:
+        """Free the buffers, after the copies in flight; later fetches of missing keys raise Unavailable."""
+        self._device.synchronize()
+        with suppress(queue.Empty):
+            while self._spaces.get_nowait() is not None:
+                pass
+        self._spaces.put(None)
 
 
 _DistinctKeys = tuple[KeyArray, IndexArray | None]

@@ -143,7 +143,12 @@ class GpuTables:
             return self.held(table).export(stream, least, with_versions=with_versions)
 
     def close(self) -> None:
+        """Free the tables' memory, after the fetches in flight. What was prepared for them must not run."""
         if self._tables:
             with self._device:
                 self._device.synchronize()
+        for held in self._tables.values():
+            held.release()
         self._tables.clear()
+        with self._device:
+            self._writer.release()

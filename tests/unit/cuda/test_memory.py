@@ -150,6 +150,40 @@ def test_other_cuda_errors_are_not_reported_as_out_of_memory(device, monkeypatch
         raise OtherCudaError("cudaErrorIllegalAddress")
 
 
+def test_unused_memory_is_released_on_every_device_after_a_garbage_collection(monkeypatch):
+    freed = []
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            freed.append("garbage")
+
+    class Current:
+        def __init__(self, number):
+            self.number = number
+
+        def __enter__(self):
+            freed.append(self.number)
+
+        def __exit__(self, *_error):
+            pass
+
+    def pool(name):
+        return SimpleNamespace(free_all_blocks=lambda: freed.append(name))
+
+    twin = SimpleNamespace(
+        cuda=SimpleNamespace(Device=Current),
+        get_default_memory_pool=lambda: pool("device"),
+        get_default_pinned_memory_pool=lambda: pool("host"),
+    )
+    monkeypatch.setattr(memory, "cupy", lambda: twin)
+    Cycle()
+    memory.release_unused([0, 2])
+    assert freed == ["garbage", 0, "device", 2, "device", "host"]
+
+
 def test_free_host_bytes_is_plausible():
     assert 1 << 20 < memory.free_host_bytes() < 1 << 50
 

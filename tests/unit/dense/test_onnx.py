@@ -11,7 +11,7 @@ from onnx import helper as h
 
 from hps.dense.base import NetworkTensor, check_network
 from hps.dense.onnx import OnnxModel, convert_to_float16
-from hps.errors import DenseModelError, ModelError
+from hps.errors import DenseModelError, ModelError, Unavailable
 from tests.support.onnx_networks import network
 
 
@@ -47,6 +47,18 @@ def test_predict_returns_requested_outputs(two_outputs):
     np.testing.assert_array_equal(outputs["double"], a * 4)
     assert list(model.predict({"a": a, "b": a}, ("double",))) == ["double"]
     model.close()
+
+
+def test_closed_session_on_a_gpu_is_freed(two_outputs):
+    """One on the CPU is freed with its last reference: the last requests of a version are answered."""
+    model = OnnxModel(two_outputs, "cpu")
+    inputs = {name: np.ones((1, 3), np.float32) for name in "ab"}
+    model.close()
+    assert model.predict(inputs)
+    model.provider = "CUDAExecutionProvider"
+    model.close()
+    with pytest.raises(Unavailable, match="closed"):
+        model.predict(inputs)
 
 
 def test_concurrent_runs_return_correct_outputs(two_outputs):

@@ -14,8 +14,9 @@ from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec
 from hps.cuda import cuda_graph as recording
 from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import cupy
+from hps.dense.lanes import NetworkLane
 from hps.dense.onnx import OnnxModel
-from hps.errors import BadRequest, ConfigError, DeadlineExceeded, GpuMemoryError
+from hps.errors import BadRequest, ConfigError, DeadlineExceeded, GpuMemoryError, Unavailable
 from hps.models.version_writer import write_version
 from hps.node import gpu_caches
 from hps.node.gpu_caches import device_count
@@ -689,6 +690,65 @@ def test_static_table_with_update_streams_raises_config_error(open_node):
     kafka = {"kafka": {"brokers": "127.0.0.1:1"}}
     with pytest.raises(ConfigError, match=r"m/1/users is static .* gpu_static: false"):
         open_node(tables={"users": {"gpu_static": True}}, updates=kafka)
+
+
+# -- closing ---------------------------------------------------------------------------------------
+
+
+def test_closed_node_gives_all_device_memory_back(open_node, monkeypatch):
+    """While the node's object lives; its calls raise Unavailable."""
+    caches = twin_device.install(monkeypatch, 2)
+    monkeypatch.setattr(twin_device, "install", lambda *_: caches)
+    bridges, lanes, released = [], [], []
+
+    class Bridge(twin_device.Bridge):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            bridges.append(self)
+
+    class Lane(NetworkLane):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            lanes.append(self)
+
+    def release(devices):
+        assert all(cache.closed for cache in caches)
+        released.extend(devices)
+
+    monkeypatch.setattr(gpu_caches, "bridge_to_device", Bridge)
+    monkeypatch.setattr(gpu_caches, "release_memory", release)
+    monkeypatch.setattr("hps.dense.lanes.NetworkLane", Lane)
+    node, _ = open_node(gpus=2, gpu={"devices": [0, 1], "share": 0.5})
+    features_and_dense = request_of(np.arange(200), 3)
+    for _ in range(2):
+        node.predict("m", *features_and_dense)
+        node.lookup_on_device("m", {"user": np.array([1, 2])})
+    node.close()
+    assert released == [0, 1]
+    assert len(bridges) == 4
+    assert all(bridge.released for bridge in bridges)
+    assert len(lanes) >= 2
+    assert all(lane.session is None and lane.pinned is None and not lane.kept for lane in lanes)
+    for call in (
+        lambda: node.predict("m", *features_and_dense),
+        lambda: node.lookup_on_device("m", {"user": np.array([1, 2])}),
+    ):
+        with pytest.raises(Unavailable):
+            call()
+
+
+@pytest.mark.gpu
+def test_closed_nodes_leave_no_memory_on_a_gpu(open_node):
+    """After the first, which loads libraries and kernels that stay."""
+    runtime, left = cupy().cuda.runtime, []
+    for _ in range(3):
+        node, _ = open_node(gpus=None, gpu={"use": "required", "capacity_bytes": 1 << 30})
+        for n in (1, 64, 1000):
+            node.predict("m", *request_of(np.arange(n), 5))
+            node.lookup_on_device("m", {"user": np.arange(n)})
+        node.close()
+        left.append(runtime.memGetInfo()[0])
+    assert left[2] >= left[1] - (2 << 20)
 
 
 # -- without one -----------------------------------------------------------------------------------

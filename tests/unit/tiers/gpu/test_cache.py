@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hps.cuda import fetch as fetch_module
-from hps.cuda import launch, layout, loader
+from hps.cuda import launch, layout, loader, memory
 from hps.cuda.fetch import FetchVariant
 from hps.cuda.layout import (
     EMPTY,
@@ -22,7 +22,7 @@ from hps.cuda.layout import (
 )
 from hps.cuda.loader import cupy
 from hps.cuda.twin import TwinTable
-from hps.errors import BadRequest, ConfigError, TierTimeout
+from hps.errors import BadRequest, ConfigError, TierTimeout, Unavailable
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.gpu.cache import GpuCache
 from hps.tiers.gpu.checks import DevicePooling
@@ -580,6 +580,28 @@ def test_roomy_table_keeps_its_capacity_under_churn(policy):
     cache.clear(table)
     check(held)
     assert (cache.size(table), held.filled) == (0, 0)
+
+
+def test_closed_cache_gives_its_memory_back_while_it_lives():
+    table, cp = EmbeddingTable.make("t", 32), cupy()
+    GpuCache({table: 1000}).close()
+    memory.release_unused([0])
+    pool, before = cp.get_default_memory_pool(), cp.cuda.runtime.memGetInfo()[0]
+    used = pool.used_bytes()
+    cache = GpuCache({table: 1_000_000})
+    keys = np.arange(1000)
+    cache.insert(table, keys, distinct_rows(table, keys), versions_of(keys))
+    prepared = cache.prepare_fetch([(table, 100)])
+    assert cp.cuda.runtime.memGetInfo()[0] < before - (1 << 27)
+    cache.close()
+    del prepared
+    memory.release_unused([0])
+    assert pool.used_bytes() <= used
+    assert cp.cuda.runtime.memGetInfo()[0] >= before - (2 << 20)
+    assert len(fetch(cache, table, keys).missing) == len(keys)
+    with pytest.raises(Unavailable, match="closed"):
+        cache.pool_rows([], cp.cuda.get_current_stream())
+    cache.close()
 
 
 def test_static_table_too_large_is_rejected_with_both_sizes():
