@@ -76,6 +76,7 @@ class OnnxModel:
         self.path = path
         self._gpu = gpu or GpuOptions()
         self._threads = threads
+        self._required = provider != "auto"
         self._provider = choose_provider(self._ort, provider)
         self._beside: Callable[[], AbstractContextManager[None]] = nullcontext
         if self._provider:
@@ -223,8 +224,21 @@ class OnnxModel:
     def warm_up(self, fed: Mapping[str, NetworkTensor] | None = None) -> None:
         """Run on zeros, to allocate memory and to measure small and larger batches.
 
-        ``fed`` gives the shapes where the network has variable dimensions; others count as 1."""
-        one, many = self._time(1, fed or {}), self._time(_WARM_BATCH, fed or {})
+        ``fed`` gives the shapes where the network has variable dimensions; others count as 1. With the
+        provider ``auto``, a network that fails on the GPU, whose memory may be full, moves to the CPU."""
+        fed = fed or {}
+        try:
+            self._measure(fed)
+        except ModelError as error:
+            if self.on_host or self._required:
+                raise
+            self._session = self._open([])
+            self.provider = self._session.get_providers()[0]
+            self._measure(fed)  # raises if the network is at fault
+            report_unused_gpu(f"GPU {self._gpu.device}: {error}")
+
+    def _measure(self, fed: Mapping[str, NetworkTensor]) -> None:
+        one, many = self._time(1, fed), self._time(_WARM_BATCH, fed)
         self._sample_us = max(0.0, (many - one) / (_WARM_BATCH - 1))
         self._one_us = one
 

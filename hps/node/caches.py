@@ -12,7 +12,6 @@ from hps.config.cache_settings import CpuCacheSettings, Eviction
 from hps.config.schema import ModelOverride, TableOverride
 from hps.lookup.engine import Promote
 from hps.models.tables import TableFiles
-from hps.native import dedup
 from hps.node.gpu_caches import NodeGpus
 from hps.node.model_opening import OpenedModel
 from hps.node.stores import NodeStores
@@ -173,7 +172,7 @@ class NodeCaches:
         assert replicas is not None
         keys = table.narrow(files.keys(0, files.rows))
         if version is None:
-            warming.promote_all(table, dedup(keys)[0])
+            warming.promote_all(table, keys)
         else:
             warming.fill_static(FileRows(table, keys, files.vectors, version), replicas)
         if dropped := replicas.seal(table):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -75,9 +74,15 @@ class CacheWarmup:
             insert_rows(insert, rows, step, chunk)
 
     def promote_all(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Put the stores' rows of ``keys (n,)`` into the caches, however long it takes."""
+        """Put the stores' rows of ``keys (n,)`` into the caches, however long it takes.
+
+        In the order of the keys, in which RocksDB reads them ten times as fast as at random."""
+        keys = np.unique(keys)
         with self._progress.task(f"filling {table.name}", len(keys)) as step:
-            promote_keys(self._writer, table, keys, step, math.inf)
+            for start in range(0, len(keys), _CHUNK_ROWS):
+                some = keys[start : start + _CHUNK_ROWS]
+                self._writer.promote_at_once(table, some).result()
+                step(len(some))
 
     def hottest(self, table: EmbeddingTable, keys: KeyArray, cache: Tier) -> None:
         """Put ``keys (n,)``, the hottest first, into ``cache`` with the stores' rows."""

@@ -121,6 +121,16 @@ class CacheWriter:
         if len(kept) < len(keys):
             self._count("dropped", len(keys) - len(kept))
 
+    def promote_at_once(self, table: EmbeddingTable, keys: KeyArray) -> Future[None]:
+        """Copy the rows of ``keys (n,)``, each key once, into the caches, read and inserted in one piece.
+
+        For a node that does not serve yet: request threads might wait for the interpreter lock."""
+
+        def work() -> None:
+            self._promote_slice(table, keys)
+
+        return self._queue(self._changes, work)
+
     def insert(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> Future[None]:

@@ -14,7 +14,7 @@ from hps.cuda import loader
 from hps.dense import onnx as module
 from hps.dense import onnxruntime_loader
 from hps.dense.onnx import GpuOptions, OnnxModel
-from hps.errors import ConfigError
+from hps.errors import ConfigError, ModelError
 from hps.tools.doctor.networks import NETWORK
 
 WARNING, FATAL = 2, 4
@@ -329,3 +329,37 @@ def test_missing_onnxruntime_is_a_config_error(monkeypatch, packages, message, f
 
 def test_first_line_of_an_empty_error_is_its_class_name():
     assert module.first_line(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize("provider", ["auto", "cuda"])
+def test_network_whose_first_run_fails_on_a_full_gpu_moves_to_the_cpu(
+    monkeypatch, caplog, provider
+):
+    with_gpu(monkeypatch, True)
+    runtime = _FakeRuntime([CUDA, CPU], None)
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+    network = OnnxModel(Path("x.onnx"), provider)
+
+    def run(self, *_arguments):
+        if self.get_providers()[0] == CUDA:
+            raise RuntimeError("Failed to allocate memory for requested buffer")
+        return []
+
+    monkeypatch.setattr(type(network._session), "run", run, raising=False)
+    open_session = runtime.InferenceSession
+
+    def open_and_run(*arguments, **options):
+        session = open_session(*arguments, **options)
+        monkeypatch.setattr(type(session), "run", run, raising=False)
+        return session
+
+    monkeypatch.setattr(runtime, "InferenceSession", open_and_run)
+    if provider == "cuda":
+        with pytest.raises(ModelError, match="Failed to allocate memory"):
+            network.warm_up()
+        return
+    network.warm_up()
+    assert network.on_host
+    assert network.predict({}) == {}
+    (line,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert "run on the CPU, not on a GPU: GPU 0: x.onnx: the first run" in line.getMessage()

@@ -9,7 +9,7 @@ import pytest
 
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.cpu.cache import CpuCache
-from hps.types import EmbeddingTable, Source
+from hps.types import EmbeddingTable, NoProgress, Source
 from hps.updates import cache_warmup as warm
 from hps.updates.cache_writer import CacheWriter, PromotionSources
 from tests.support.memory_tier import MemoryTier
@@ -94,3 +94,25 @@ def test_promote_keys_stops_at_its_time_limit(world):
     steps = []
     warm.promote_keys(writer, TABLE, np.arange(100), steps.append, time.monotonic() - 1)
     assert steps == []
+
+
+def test_all_rows_are_promoted_in_the_order_of_their_keys(world):
+    """Each once, also if the queue of promotions is shorter."""
+    store, cache, writer = world
+    keys = np.random.default_rng(1).permutation(200)
+    rows = np.repeat(np.float16(keys)[:, None], 2, axis=1)
+    store.insert(TABLE, keys[keys != 7], rows[keys != 7], np.full(199, 3, np.uint64))
+    read, fetch = [], store.fetch
+
+    def record(parts, ctx):
+        read.append(parts[0].keys.tolist())
+        fetch(parts, ctx)
+
+    store.fetch = record
+    warm.CacheWarmup(writer, NoProgress()).promote_all(TABLE, np.append(keys, keys[:50]))
+    assert [len(some) for some in read] == [64, 64, 64, 8]
+    assert np.concatenate(read).tolist() == list(range(200))
+    there, part = held(cache, np.arange(200))
+    assert not there[7]
+    assert there.sum() == 199
+    np.testing.assert_array_equal(part.out[there][:, 0], np.float16(np.flatnonzero(there)))
