@@ -50,7 +50,9 @@ def packages() -> DoctorCheck:
     try:
         required = metadata.requires("hps-server") or []
     except metadata.PackageNotFoundError:
-        return DoctorCheck("packages", "FAIL", "hps-server is not installed", "pip install -e .")
+        return DoctorCheck(
+            "packages", "FAIL", "hps-server is not installed", "pip install -e '.[cpu]'"
+        )
     needed = [_distribution(text) for text in required if "extra ==" not in text]
     missing = []
     for name in needed:
