@@ -2,7 +2,7 @@
 
 HpsError
 ├── ConfigError, ModelError
-│   └── GpuMemoryError (a ConfigError)
+│   └── GpuUnavailable (a ConfigError)
 ├── NotFound, BadRequest, DeadlineExceeded, Unsupported
 ├── Unavailable
 ├── Unauthenticated, Forbidden
@@ -23,8 +23,9 @@ class ConfigError(HpsError):
     """Invalid setting, settings file or model.yaml; the process exits with code 2."""
 
 
-class GpuMemoryError(ConfigError):
-    """A GPU has less free memory than the settings need; a GPU that is optional is not used then."""
+class GpuUnavailable(ConfigError):
+    """A GPU cannot be used as configured, for example because its memory is full; an optional one is not
+    used then."""
 
 
 class ModelError(HpsError):

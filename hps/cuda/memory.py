@@ -14,7 +14,7 @@ from hps.cgroups import memory_left
 from hps.cuda import layout
 from hps.cuda.layout import GpuTableShape
 from hps.cuda.loader import cupy
-from hps.errors import ConfigError, GpuMemoryError
+from hps.errors import ConfigError, GpuUnavailable
 from hps.types import EmbeddingTable
 
 _MEMINFO = Path("/proc/meminfo")
@@ -28,6 +28,21 @@ def free_bytes() -> int:
     cp = cupy()
     free, _total = cp.cuda.runtime.memGetInfo()
     return int(free + cp.get_default_memory_pool().free_bytes())
+
+
+def free_bytes_on(device: int) -> int:
+    """Return the free bytes of ``device``, as `free_bytes` does.
+
+    Raises GpuUnavailable if this process cannot use the device: a context alone takes half a gigabyte."""
+    cp = cupy()
+    try:
+        with cp.cuda.Device(device):
+            return free_bytes()
+    except cp.cuda.runtime.CUDARuntimeError as error:
+        raise GpuUnavailable(
+            f"GPU {device} cannot be used: {error}. End other processes there, or name another GPU in "
+            "tiers.gpu.devices"
+        ) from error
 
 
 def device_memory(device: int) -> tuple[str, int, int]:
@@ -84,13 +99,13 @@ def pinned(table: EmbeddingTable, shape: GpuTableShape) -> Any:
         raise _too_much_pinned(table, shape) from error
 
 
-def out_of_memory_error(table: EmbeddingTable, shape: GpuTableShape) -> GpuMemoryError:
+def out_of_memory_error(table: EmbeddingTable, shape: GpuTableShape) -> GpuUnavailable:
     """Make the error for arrays of ``shape`` that do not fit on the device."""
     free = free_bytes()
     fitting = layout.fitting_capacity(
         table, suggested_bytes(free, shape.bytes), scored=shape.scored, load=shape.load
     )
-    return GpuMemoryError(
+    return GpuUnavailable(
         f"the GPU cache of table {table.id} needs {shape.bytes:,} bytes for "
         f"{shape.capacity:,} rows, and {free:,} are free on the device; at most "
         f"{fitting:,} rows fit"
@@ -109,14 +124,14 @@ def _too_much_pinned(table: EmbeddingTable, shape: GpuTableShape) -> ConfigError
 
 @contextmanager
 def allocate_buffers(what: str) -> Iterator[None]:
-    """Convert failed allocations of ``what``, on the device or in pinned host memory, to GpuMemoryError."""
+    """Convert failed allocations of ``what``, on the device or in pinned host memory, to GpuUnavailable."""
     cp = cupy()
     try:
         yield
     except (cp.cuda.memory.OutOfMemoryError, cp.cuda.runtime.CUDARuntimeError) as error:
         if getattr(error, "status", _NO_MEMORY) != _NO_MEMORY:
             raise
-        raise GpuMemoryError(
+        raise GpuUnavailable(
             f"the GPU cache finds no memory for {what}: {error}; {free_bytes():,} bytes are free on the "
             f"device, {free_host_bytes():,} on the host. Lower tiers.gpu.workspaces, or leave the device more"
         ) from error

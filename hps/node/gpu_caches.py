@@ -17,10 +17,10 @@ from hps.config.cache_settings import GpuCacheSettings
 from hps.config.schema import Settings
 from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import device_count, has_gpu, missing_device, missing_requirement
-from hps.cuda.memory import free_host_bytes
+from hps.cuda.memory import free_bytes_on, free_host_bytes, release_unused
 from hps.dense.lanes import DeviceLanes
 from hps.dense.onnx import OnnxModel
-from hps.errors import ConfigError, GpuMemoryError
+from hps.errors import ConfigError, GpuUnavailable, ModelError
 from hps.lookup.engine import Promote
 from hps.lookup.gpu.device_lookup import DeviceLookup
 from hps.lookup.gpu.miss_fill import HostCaches
@@ -85,7 +85,7 @@ class NodeGpus:
         try:
             plan = self._plan()
             caches = self._open_caches(plan)
-        except GpuMemoryError as error:
+        except GpuUnavailable as error:
             if self._chosen.use == "required":
                 raise
             log.warning("no GPU cache: %s; rows are served from the CPU cache", error)
@@ -109,7 +109,7 @@ class NodeGpus:
             self._closed_last.pop()()
         assert self.replicas is not None
         self.replicas.close()
-        release_memory(self._chosen.devices)
+        release_unused(self._chosen.devices)
 
     def _status(self, replicas: GpuReplicas, plan: Plan) -> TierStatus:
         tables = [table for table, planned in plan.items() if planned.rows]
@@ -192,10 +192,25 @@ class NodeGpus:
         # The scheduler has lanes of its own; one is left for requests that it cannot run.
         paths, count = [], 1 if self._schedules() else self._settings.dense.lanes
         for lookup, device in zip(lookups, self._chosen.devices, strict=True):
-            lanes = DeviceLanes(network, lookup.cache.space, device, sent, count)
-            paths.append(DevicePath(lookup, lanes, feeds, observe, meter))
+            try:
+                lanes = DeviceLanes(network, lookup.cache.space, device, sent, count)
+            except ModelError as error:
+                self._report_lanes(name, error)
+                return []
             self._closed_last.append(lanes.close)
+            paths.append(DevicePath(lookup, lanes, feeds, observe, meter))
         return paths
+
+    def _report_lanes(self, model: str, error: ModelError) -> None:
+        """Log that ``model`` is predicted without lanes; raise ``error`` if the network must use them."""
+        if self._settings.dense.provider != "auto":
+            raise error
+        log.warning(
+            "model %s: a GPU has no memory for the network's lanes (%s); predictions copy their vectors "
+            "through the host. Lower dense.lanes or tiers.gpu.capacity_bytes",
+            model,
+            error,
+        )
 
     def schedule(
         self,
@@ -219,9 +234,11 @@ class NodeGpus:
             return
         if self.scheduler is None:
             self.scheduler = NodeScheduler(self._settings, self._metrics, self._resources)
-        self.scheduler.add(
-            model, network, list(zip(lookups, self._chosen.devices, strict=True)), meter, pipeline
-        )
+        places = list(zip(lookups, self._chosen.devices, strict=True))
+        try:
+            self.scheduler.add(model, network, places, meter, pipeline)
+        except ModelError as error:
+            self._report_lanes(model.lookup.name, error)
 
     def _schedules(self) -> bool:
         return self._settings.dense.scheduler and native.COMPILED
@@ -246,7 +263,7 @@ class NodeGpus:
             for model in self._opened
             for name, table in model.tables.items()
         }
-        free = {device: free_memory(device) for device in self._chosen.devices}
+        free = {device: free_bytes_on(device) for device in self._chosen.devices}
         plan = plan_of_settings(self._settings, rows, min(free.values()))
         check_memory(plan, free, free_host_bytes())
         return plan
@@ -254,7 +271,7 @@ class NodeGpus:
     def _open_caches(self, plan: Plan) -> list[Any]:
         """Open a cache on each device; if one fails, close the others."""
         with ExitStack() as opened:
-            opened.callback(release_memory, self._chosen.devices)
+            opened.callback(release_unused, self._chosen.devices)
             caches = [self._cache(device, plan, opened) for device in self._chosen.devices]
             opened.pop_all()
             return caches
@@ -291,13 +308,6 @@ def bridge_to_device(inner: Tier, device: int, workspaces: int) -> Any:
     return HostBridge(inner, device=device, workspaces=workspaces)
 
 
-def release_memory(devices: Sequence[int]) -> None:
-    """Give memory that is allocated but not used back to ``devices``."""
-    from hps.cuda.memory import release_unused
-
-    release_unused(devices)
-
-
 def runs_on_gpu(network: OnnxModel) -> bool:
     return not network.on_host
 
@@ -311,12 +321,3 @@ def report_unused(chosen: GpuCacheSettings, why: str) -> None:
     """Log why ``use: auto`` opens no GPU cache: as a warning if a GPU is expected."""
     level = logging.WARNING if is_gpu_expected(chosen) else logging.INFO
     log.log(level, "no GPU cache: %s; rows are served from the CPU cache", why)
-
-
-def free_memory(device: int) -> int:
-    """Free bytes on ``device``."""
-    from hps.cuda.loader import cupy
-    from hps.cuda.memory import free_bytes
-
-    with cupy().cuda.Device(device):
-        return free_bytes()

@@ -34,7 +34,7 @@ def plan_of_settings(
 def check_memory(plan: Plan, free_bytes: Mapping[int, int], free_host_bytes: int) -> None:
     """Raise ConfigError unless ``plan`` fits on each GPU, and its pinned rows of all GPUs on the host.
 
-    ``free_bytes``: by the number of the GPU. Raises GpuMemoryError if a GPU has too little."""
+    ``free_bytes``: by the number of the GPU. Raises GpuUnavailable if a GPU has too little."""
     for device, free in free_bytes.items():
         check_fits(plan, free, device)
     check_pinned(plan, len(free_bytes), free_host_bytes)

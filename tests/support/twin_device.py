@@ -340,12 +340,12 @@ def install(monkeypatch: Any, count: int = 1, free: int = 1 << 34) -> list[Cache
 
     monkeypatch.setattr(devices, "missing_requirement", lambda: None)
     monkeypatch.setattr(devices, "device_count", lambda: count)
-    monkeypatch.setattr(devices, "free_memory", lambda device: free)
+    monkeypatch.setattr(devices, "free_bytes_on", lambda device: free)
     monkeypatch.setattr(devices, "open_cache", open_cache)
     monkeypatch.setattr(
         gpu_memory, "read_memory", lambda device: GpuMemoryUsage(device, f"GPU-{device}", 1, free)
     )
     monkeypatch.setattr(devices, "bridge_to_device", Bridge)
-    monkeypatch.setattr(devices, "release_memory", lambda devices: None)
+    monkeypatch.setattr(devices, "release_unused", lambda devices: None)
     monkeypatch.setattr(devices, "runs_on_gpu", lambda network: True)
     return caches

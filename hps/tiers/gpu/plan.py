@@ -14,7 +14,7 @@ from hps.cuda.layout import (
     plan_table_shape,
 )
 from hps.cuda.memory import suggested_bytes
-from hps.errors import ConfigError, GpuMemoryError
+from hps.errors import ConfigError, GpuUnavailable
 from hps.tiers.capacity import EMPTY_TABLE_ROWS
 from hps.types import EmbeddingTable
 
@@ -129,13 +129,13 @@ def _least_load(planned: Callable[[float], Plan], limit: float) -> float:
 
 
 def check_fits(plan: Plan, free_bytes: int, device: int) -> None:
-    """Raise GpuMemoryError, with both sizes, unless ``plan`` fits into the free memory of ``device``."""
+    """Raise GpuUnavailable, with both sizes, unless ``plan`` fits into the free memory of ``device``."""
     needed = device_bytes(plan)
     if needed <= free_bytes:
         return
     largest = max(plan, key=lambda t: device_bytes({t: plan[t]}))
     size = device_bytes({largest: plan[largest]})
-    raise GpuMemoryError(
+    raise GpuUnavailable(
         f"the GPU cache needs {needed:,} bytes on GPU {device}, and {free_bytes:,} are free there; the "
         f"largest table is {largest.id} with {plan[largest].rows:,} rows in {size:,} bytes. Lower "
         f"tiers.gpu.capacity_bytes to at most {free_bytes:,}"

@@ -9,7 +9,7 @@ import pytest
 from hps.cuda import loader, memory, table
 from hps.cuda.layout import EvictionPolicy, plan_table_shape
 from hps.cuda.table import GpuTable, GpuTableOptions
-from hps.errors import ConfigError
+from hps.errors import ConfigError, GpuUnavailable
 from hps.node.gpu_caches import device_count
 from hps.types import EmbeddingTable
 
@@ -148,6 +148,17 @@ def test_other_cuda_errors_are_not_reported_as_out_of_memory(device, monkeypatch
     monkeypatch.setattr(made.cuda.runtime, "CUDARuntimeError", OtherCudaError)
     with pytest.raises(OtherCudaError), memory.allocate_buffers("4 workspaces"):
         raise OtherCudaError("cudaErrorIllegalAddress")
+
+
+def test_gpu_that_cannot_be_used_is_named(monkeypatch):
+    def use(_device):
+        raise NoMemory("cudaErrorMemoryAllocation: out of memory")
+
+    runtime = SimpleNamespace(CUDARuntimeError=NoMemory)
+    twin = SimpleNamespace(cuda=SimpleNamespace(Device=use, runtime=runtime))
+    monkeypatch.setattr(memory, "cupy", lambda: twin)
+    with pytest.raises(GpuUnavailable, match=r"GPU 3 cannot be used: cudaErrorMemoryAllocation"):
+        memory.free_bytes_on(3)
 
 
 def test_unused_memory_is_released_on_every_device_after_a_garbage_collection(monkeypatch):

@@ -16,7 +16,14 @@ from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import cupy
 from hps.dense.lanes import NetworkLane
 from hps.dense.onnx import OnnxModel
-from hps.errors import BadRequest, ConfigError, DeadlineExceeded, GpuMemoryError, Unavailable
+from hps.errors import (
+    BadRequest,
+    ConfigError,
+    DeadlineExceeded,
+    GpuUnavailable,
+    ModelError,
+    Unavailable,
+)
 from hps.models.version_writer import write_version
 from hps.node import gpu_caches
 from hps.node.gpu_caches import device_count
@@ -716,7 +723,7 @@ def test_closed_node_gives_all_device_memory_back(open_node, monkeypatch):
         released.extend(devices)
 
     monkeypatch.setattr(gpu_caches, "bridge_to_device", Bridge)
-    monkeypatch.setattr(gpu_caches, "release_memory", release)
+    monkeypatch.setattr(gpu_caches, "release_unused", release)
     monkeypatch.setattr("hps.dense.lanes.NetworkLane", Lane)
     node, _ = open_node(gpus=2, gpu={"devices": [0, 1], "share": 0.5})
     features_and_dense = request_of(np.arange(200), 3)
@@ -817,6 +824,42 @@ def test_full_gpu_that_is_optional_is_not_used(open_node, monkeypatch, caplog):
     assert "rows are served from the CPU cache" in record.getMessage()
 
 
+def test_gpu_without_memory_for_a_context_is_not_used(open_node, monkeypatch, caplog):
+    def free(device):
+        raise GpuUnavailable(f"GPU {device} cannot be used: cudaErrorMemoryAllocation")
+
+    caches = twin_device.install(monkeypatch)
+    monkeypatch.setattr(gpu_caches, "free_bytes_on", free)
+    monkeypatch.setattr(twin_device, "install", lambda *_: caches)
+    node, _ = open_node(gpu={"use": "auto"})
+    assert [entry.tier.info.name for entry in node.tiers] == ["cpu", "rocksdb"]
+    assert "no GPU cache: GPU 0 cannot be used: cudaErrorMemoryAllocation" in caplog.text
+    with pytest.raises(GpuUnavailable):
+        open_node(gpu={"use": "required"})
+
+
+@pytest.mark.parametrize("provider", ["auto", "cpu"])
+def test_network_without_memory_for_lanes_is_fed_through_the_host(
+    open_node, monkeypatch, caplog, provider
+):
+    def session_on(self, device, stream):
+        raise ModelError("CUDA failure 2: out of memory")
+
+    monkeypatch.setattr(OnnxModel, "session_on", session_on)
+    if provider != "auto":
+        with pytest.raises(ModelError, match="out of memory"):
+            open_node(dense={"provider": provider})
+        return
+    node, (cache,) = open_node()
+    plain, _ = open_node(gpus=None, gpu={"use": "off"})
+    features_and_dense = request_of(np.arange(200), 3)
+    same(node.predict("m", *features_and_dense), plain.predict("m", *features_and_dense))
+    assert cache.pooled == 0
+    assert cache.keys_of(table_of(node, "users"))
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert any("no memory for the network's lanes" in line for line in warnings)
+
+
 @pytest.mark.parametrize("use", ["auto", "required"])
 def test_failed_allocation_closes_the_caches_opened_before(open_node, monkeypatch, use):
     caches = twin_device.install(monkeypatch, 2)
@@ -824,12 +867,12 @@ def test_failed_allocation_closes_the_caches_opened_before(open_node, monkeypatc
 
     def add_table(self, table, rows, **how):
         if self.number == 1:
-            raise GpuMemoryError("another process was faster")
+            raise GpuUnavailable("another process was faster")
         self.places[table] = {"rows": rows, **how}
 
     monkeypatch.setattr(twin_device.Cache, "add_table", add_table)
     if use == "required":
-        with pytest.raises(GpuMemoryError, match="another process was faster"):
+        with pytest.raises(GpuUnavailable, match="another process was faster"):
             open_node(gpus=2, gpu={"devices": [0, 1], "use": use})
     else:
         node, _ = open_node(gpus=2, gpu={"devices": [0, 1], "use": use})
