@@ -777,13 +777,14 @@ SLOW = ("HPS_SLOW_READS=500000",)
 
 
 @pytest.mark.parametrize("defines", [(), SLOW], ids=["as shipped", "slow reads"])
-@pytest.mark.parametrize("windows", [False, True], ids=["", "windows"])
-def test_concurrent_readers_see_whole_rows_of_their_keys(windows, defines, monkeypatch):
-    table = EmbeddingTable.make("t", DIM)
+@pytest.mark.parametrize("kind", ["packed", "roomy", "windows"])
+def test_concurrent_readers_see_whole_rows_of_their_keys(kind, defines, monkeypatch):
+    table, windows = EmbeddingTable.make("t", DIM), kind == "windows"
     cache = GpuCache({})
     if windows:
         monkeypatch.setattr(layout, "WINDOW_SHIFT", 21)
-    cache.add_table(table, CAPACITY, host_rows=CAPACITY if windows else 0)
+    load = ROOMY_LOAD if kind == "roomy" else 1.0
+    cache.add_table(table, CAPACITY, host_rows=CAPACITY if windows else 0, load=load)
     if windows:
         assert launch.windows_of(cache.held(table).shape.host_bytes, BATCH) == 4
     rounds, wrong, found = race(cache, table, 6.0, defines)
