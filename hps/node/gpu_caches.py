@@ -185,7 +185,9 @@ class NodeGpus:
         if not isinstance(network, OnnxModel):
             return []
         if not runs_on_gpu(network):
-            log.info("model %s: its network runs on the CPU; predictions use the CPU cache", name)
+            level = logging.INFO if self._settings.dense.provider == "cpu" else logging.WARNING
+            text = "model %s: its network runs on the CPU; predictions use the CPU cache"
+            log.log(level, text, name)
             return []
         sent = frozenset(tensor.name for tensor in spec.inputs)
         observe = TierMeter(self._metrics, self.replicas.info.name)
@@ -220,18 +222,18 @@ class NodeGpus:
         pipeline: InferencePipeline,
     ) -> None:
         """Run the model's predictions in common batches, if its rows and network are on the GPUs."""
-        network, spec = model.dense, model.spec.dense
-        held = self.replicas is not None and all(
-            self.replicas.capacity(table) for table in model.tables.values()
-        )
-        if (
-            not held
-            or spec is None
-            or not isinstance(network, OnnxModel)
-            or not runs_on_gpu(network)
-            or not self._schedules()
-        ):
+        network = model.dense
+        if self.replicas is None or model.spec.dense is None:
             return
+        if (why := self._unscheduled_because(model)) is not None:
+            if self._settings.server.workers:
+                log.warning(
+                    "model %s: workers cannot use the GPU cache: %s; each predicts from the CPU cache",
+                    model.lookup.name,
+                    why,
+                )
+            return
+        assert isinstance(network, OnnxModel)
         if self.scheduler is None:
             self.scheduler = NodeScheduler(self._settings, self._metrics, self._resources)
         places = list(zip(lookups, self._chosen.devices, strict=True))
@@ -239,6 +241,18 @@ class NodeGpus:
             self.scheduler.add(model, network, places, meter, pipeline)
         except ModelError as error:
             self._report_lanes(model.lookup.name, error)
+
+    def _unscheduled_because(self, model: OpenedModel) -> str | None:
+        """Return why the scheduler cannot run the model; None if it can."""
+        assert self.replicas is not None
+        for table in model.tables.values():
+            if not self.replicas.capacity(table):
+                return f"table {table.name} has no rows there (gpu_rows, gpu_share, tiers.gpu)"
+        if not isinstance(model.dense, OnnxModel):
+            return "Triton runs its network (dense.triton)"
+        if not runs_on_gpu(model.dense):
+            return "its network runs on the CPU"
+        return None if self._schedules() else "dense.scheduler is off, or the compiled core missing"
 
     def _schedules(self) -> bool:
         return self._settings.dense.scheduler and native.COMPILED

@@ -790,6 +790,36 @@ def test_missing_gpu_is_a_warning_if_one_was_expected(
     assert line.levelno == level
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"tables": {"users": {"gpu_rows": 0}}}, "table users has no rows there"),
+        ({"dense": {"scheduler": False}}, "dense.scheduler is off"),
+    ],
+)
+def test_model_that_workers_cannot_predict_on_the_gpu_is_a_warning(open_node, caplog, given, why):
+    open_node(server={"workers": 2}, **given)
+    (line,) = [each for each in caplog.records if "workers cannot use" in each.message]
+    assert line.levelno == logging.WARNING
+    assert why in line.message
+    caplog.clear()
+    open_node(**given)
+    assert "workers cannot use" not in caplog.text
+
+
+@pytest.mark.parametrize("provider", ["auto", "cpu"])
+def test_network_on_the_cpu_beside_a_gpu_cache_is_a_warning_unless_configured(
+    open_node, caplog, monkeypatch, provider
+):
+    caches = twin_device.install(monkeypatch)
+    monkeypatch.setattr(gpu_caches, "runs_on_gpu", lambda network: False)
+    monkeypatch.setattr(twin_device, "install", lambda *_: caches)
+    caplog.set_level(logging.INFO, "hps.node.gpu_caches")
+    open_node(dense={"provider": provider})
+    (line,) = [each for each in caplog.records if "its network runs on the CPU" in each.message]
+    assert line.levelno == (logging.INFO if provider == "cpu" else logging.WARNING)
+
+
 def test_gpu_that_does_not_exist_is_a_warning_under_auto(open_node, caplog):
     open_node(gpus=1, gpu={"devices": [1]})
     assert "names GPU 1, but this machine has 1, numbered from 0; rows are served" in caplog.text
