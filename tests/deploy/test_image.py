@@ -77,13 +77,18 @@ def test_new_version_is_a_small_layer(engine: Engine, target: tuple[str, str]) -
 
 
 def test_gpu_image_has_gpu_packages(engine: Engine, target: tuple[str, str]) -> None:
-    """Check which of the two onnxruntime packages is installed; without a driver it cannot run."""
-    look = "import onnxruntime as o; print(*o.get_available_providers())"
+    """Check that one of the two onnxruntime packages is installed; without a driver it cannot run."""
+    look = (
+        "import onnxruntime as o; print(*o.get_available_providers())\n"
+        "from hps.dense.onnxruntime_loader import installed_packages; print(installed_packages())\n"
+    )
     if target[0] == "gpu":
-        look += "; import cupy; print(cupy.cuda.nvrtc.getVersion())"
+        look += "import cupy; print(cupy.cuda.nvrtc.getVersion())"
     python = ("--entrypoint=python", target[1], "-I", "-c", look)
     said = engine.podman("run", "--rm", *HARDENED, *python)
     assert ("CUDAExecutionProvider" in said) == (target[0] == "gpu")
+    package = "onnxruntime-gpu" if target[0] == "gpu" else "onnxruntime"
+    assert f"({package!r},)" in said
 
 
 def test_missing_configuration_is_one_line_error(engine: Engine) -> None:
