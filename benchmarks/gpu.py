@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu_gather import Gather, Gathers
 from hps.cuda import launch
 from hps.cuda.fetch import FetchVariant
 from hps.cuda.layout import EvictionPolicy
@@ -127,15 +128,32 @@ class FilledTable:
             self.cache.direct.fetch(held, keys, out, misses)
         cp.cuda.get_current_stream().synchronize()
 
-    def floor_time(self, n: int, first: int = 0) -> float:
-        """Seconds of a gather of rows by known row numbers, from ``first`` up."""
+    def floor_time(self, n: int) -> tuple[float, Gather]:
+        """Seconds of the fastest gather of rows by known numbers, and that gather.
+
+        Raises AssertionError if it does not copy what `GpuTable.gather` copies."""
+        cp, held = cupy(), self.cache.held(self.table)
+        out = cp.empty((n, self.table.dim), np.float32)
+        gathers = Gathers(held, out)
+        took, best = gathers.fastest(lambda gather: self.clock.median(self._numbers(n), gather))
+        numbers, expected = self._numbers(n)(), cp.empty_like(out)
+        held.gather(cp.cuda.get_current_stream(), numbers, expected)
+        gathers.launch(best, numbers)
+        assert bool((out.view(np.uint32) == expected.view(np.uint32)).all())
+        return took, best
+
+    def gather_time(self, n: int, first: int = 0) -> float:
+        """Seconds of `GpuTable.gather`, which also reads pinned memory, of rows from ``first`` up."""
         cp, held = cupy(), self.cache.held(self.table)
         out = cp.empty((n, self.table.dim), np.float32)
         stream = cp.cuda.get_current_stream()
         return self.clock.median(
-            lambda: cp.random.randint(first, held.shape.rows, n, np.uint32),
-            lambda numbers: held.gather(stream, numbers, out),
+            self._numbers(n, first), lambda numbers: held.gather(stream, numbers, out)
         )
+
+    def _numbers(self, n: int, first: int = 0) -> Callable[[], Any]:
+        rows = self.cache.held(self.table).shape.rows
+        return lambda: cupy().random.randint(first, rows, n, np.uint32)
 
     def write_rate(self, verb: str, calls: int, *, new: bool = False) -> float:
         """Billion rows/s of ``calls`` calls by the host's clock (writes block it), input ready on the device,

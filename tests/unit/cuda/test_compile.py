@@ -4,6 +4,7 @@ import importlib.metadata
 
 import pytest
 
+from benchmarks import gpu_gather
 from hps.cuda import launch, loader
 
 EXPRESSIONS = {
@@ -81,3 +82,12 @@ def test_kernel_table_names_every_cu_file():
     installed = importlib.metadata.distribution("hps-server")
     assert installed is not None
     assert {file.name for file in loader.FOLDER.glob("*.cu")} == set(loader.FILES.values())
+
+
+def test_the_benchmarks_gathers_compile(nvrtc):
+    for units in (2, 8, 16, 32):
+        shapes = list(gpu_gather.shapes(units))
+        every = [*shapes, *gpu_gather.policies(shapes[-1])]
+        names = [gather.expression(units) for gather in every]
+        nvrtc.compile(gpu_gather.SOURCE, [*gpu_gather.OPTIONS, "-arch=sm_90"], names)
+        assert all(gather.rows * units // gather.threads <= 8 for gather in every)
