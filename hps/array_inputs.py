@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,21 @@ from hps.errors import BadRequest
 from hps.types import JaggedKeys, KeyArray, VectorArray, as_keys
 
 _INT64 = np.dtype(np.int64)
+_CUDA = 2
+"""DLPack's number of the memory of CUDA devices."""
 
 Features = Mapping[str, Any]
 """Keys by feature: ``JaggedKeys``, integers ``(batch,)`` or ``(batch, hotness)`` as an array, a list or
 anything on the host with ``__dlpack__``, or a list of keys per sample."""
 
 
-def jagged_keys(features: Features) -> dict[str, JaggedKeys]:
-    """Convert keys by feature. Raises ``BadRequest`` for values that are not keys."""
+DeviceKeys = Callable[[str, Any], Any]
+"""Converts a feature's keys that are on a device to an int64 array there; returns None for others."""
+
+
+def jagged_keys(features: Features, device_keys: DeviceKeys | None = None) -> dict[str, JaggedKeys]:
+    """Convert keys by feature; ``device_keys`` those on a device. Raises ``BadRequest`` for values that are
+    not keys."""
     converted = {}
     for name, keys in features.items():
         if (
@@ -29,6 +37,8 @@ def jagged_keys(features: Features) -> dict[str, JaggedKeys]:
             and keys.flags.c_contiguous
         ):
             keys = JaggedKeys(keys.reshape(-1), len(keys))  # the common case
+        elif device_keys is not None and (there := _on_device(name, keys, device_keys)) is not None:
+            keys = there
         elif not isinstance(keys, JaggedKeys):
             try:
                 nested = isinstance(keys, list | tuple)
@@ -37,6 +47,23 @@ def jagged_keys(features: Features) -> dict[str, JaggedKeys]:
                 raise BadRequest(f"feature {name!r}: {error}") from None
         converted[name] = keys
     return converted
+
+
+def device_number(keys: Any) -> int | None:
+    """Return the number of the CUDA device that ``keys`` are on; None for keys on the host."""
+    if not hasattr(keys, "__dlpack_device__"):
+        return None
+    kind, number = keys.__dlpack_device__()
+    return int(number) if kind == _CUDA else None
+
+
+def _on_device(name: str, keys: Any, device_keys: DeviceKeys) -> JaggedKeys | None:
+    """Return keys on a device, with or without offsets; None for keys on the host."""
+    if isinstance(keys, JaggedKeys):
+        array = device_keys(name, keys.keys)
+        return None if array is None else replace(keys, keys=array.reshape(-1))
+    array = device_keys(name, keys)
+    return None if array is None else JaggedKeys(array.reshape(-1), len(array))
 
 
 def tensor(name: str, array: Any) -> NDArray[Any]:

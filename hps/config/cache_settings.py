@@ -95,6 +95,8 @@ class GpuCacheSettings(StrictModel):
     the same rows, takes more. Without effect if `cpu_cache.warm` is off."""
     workspaces: int = Field(4, ge=1, le=64)
     """Concurrent lookups per GPU; further ones wait."""
+    miss_threads: int | None = Field(None, ge=1, le=256)
+    """Threads that copy missing rows from the CPU cache; null: one per processor core, at most 16."""
 
     def violations(self) -> Iterator[ConfigFinding]:
         if len(set(self.devices)) != len(self.devices):

@@ -2,10 +2,11 @@
 // one launch. sweep_kernel: copy the rows that fetch_kernel deferred.
 //
 // Per part: keys (n,) i64, optional positions (n,) i64 into them, out (·, dim), versions (·,) u64,
-// source (·,) u8; misses (total,) u32 are positions in the batch (part.base + i) in no order,
-// miss_count (1,) u32. Launch: BLOCK threads; a tile of T threads works on a key; a part begins at
-// a block, so that all keys of a block are of one part. Any number of fetches and one writer may
-// run in parallel (README.md). Twin: twin.py TwinTable.fetch.
+// source (·,) u8 (versions and source may be null for VECTORS); misses (total,) u32 are positions
+// in the batch (part.base + i) in no order, miss_count (1,) u32. Launch: BLOCK threads; a tile of T
+// threads works on a key; a part begins at a block, so that all keys of a block are of one part.
+// Any number of fetches and one writer may run in parallel (README.md). Twin: twin.py
+// TwinTable.fetch.
 #include "hash_table.cuh"
 
 struct FetchPart {
@@ -36,9 +37,10 @@ constexpr int PARTS = 32;
 struct FetchArgs {
   u32* misses;
   u32* miss_count;
-  u32* done;    // with result: (1,), the number of blocks that have ended
-  u32* result;  // in host memory, or null: receives miss_count, which is reset to zero
-  u32* later;   // SWEEP: (total,) rows deferred to sweep_kernel, else NO_ROW
+  u32* done;       // with result: (1,), the number of blocks that have ended
+  u32* result;     // in host memory, or null: receives miss_count, which is reset to zero
+  u32* later;      // SWEEP: (total,) rows deferred to sweep_kernel, else NO_ROW
+  u64* miss_keys;  // or null: VECTORS writes the missing keys, in the order of misses
   u32 parts;
   unsigned short window;        // sweep_kernel: the window of pinned host memory to read
   unsigned short window_shift;  // a window's bytes: 1 << this
@@ -46,11 +48,15 @@ struct FetchArgs {
 };
 
 static_assert(sizeof(FetchPart) == 120, "must equal launch.FETCH_PART");
-static_assert(sizeof(FetchArgs) == 48 + PARTS * 120, "must equal launch.FETCH_ARGS");
+static_assert(sizeof(FetchArgs) == 56 + PARTS * 120, "must equal launch.FETCH_ARGS");
 
 constexpr int ROWS = 0;     // rows only
 constexpr int TIER = 1;     // rows, versions, sources; tombstones end the search
 constexpr int NUMBERS = 2;  // row numbers (u32, NO_ROW for a miss) instead of rows
+constexpr int VECTORS = 3;  // rows and, if asked for, sources; a tombstone is a miss
+
+// Forms that take several parts, positions in them, and report the number of misses to the host.
+__device__ constexpr bool is_batched(int form) { return form == TIER || form == VECTORS; }
 
 template <typename unit>
 __device__ __forceinline__ void store(unit* to, unit value) {
@@ -95,17 +101,23 @@ __device__ __forceinline__ void copy_row(const FetchPart& p, u32 row, size_t i,
   }
 }
 
-// Appends the positions of missing keys, with one atomic addition per warp that has any. All
-// threads of the warp must call it. (One addition per block makes every warp wait for the block's
-// slowest key: 2 to 3 % slower with rows up to 128 bytes, no faster with longer ones.)
-__device__ __forceinline__ void list_miss(const FetchArgs& a, bool miss, u32 position) {
+// Appends the positions (and keys) of missing keys, with one atomic addition per warp that has any.
+// All threads of the warp must call it. (One addition per block makes every warp wait for the
+// block's slowest key: 2 to 3 % slower with rows up to 128 bytes, no faster with longer ones.)
+template <int FORM>
+__device__ __forceinline__ void list_miss(const FetchArgs& a, const FetchPart& p, bool miss,
+                                          u32 i) {
   const u32 missing = __ballot_sync(0xffffffffu, miss);
   if (!missing) return;
   const int lane = threadIdx.x & 31, first = __ffs(missing) - 1;
   u32 start = 0;
   if (lane == first) start = atomicAdd(a.miss_count, (u32)__popc(missing));
   start = __shfl_sync(0xffffffffu, start, first);
-  if (miss) a.misses[start + __popc(missing & ((1u << lane) - 1))] = position;
+  if (!miss) return;
+  const u32 place = start + __popc(missing & ((1u << lane) - 1));
+  a.misses[place] = p.base + i;
+  if (FORM == VECTORS && a.miss_keys)
+    a.miss_keys[place] = p.keys[p.positions ? (size_t)p.positions[i] : i];
 }
 
 #ifdef HPS_SLOW_READS
@@ -141,6 +153,7 @@ __device__ __forceinline__ bool answer(const FetchArgs& a, const FetchPart& p, u
     }
   }
   if (word & TOMBSTONE) return FORM == TIER;
+  if (FORM == VECTORS && p.source && tile.rank == 0) p.source[i] = (u8)p.code;
   if (SWEEP && window_of(a, p, row))
     later = row;
   else
@@ -153,7 +166,7 @@ template <int T, int UNIT, int MOVES, int FORM, bool STAMP, bool SWEEP>
 __device__ __forceinline__ bool fetch_one(const FetchArgs& a, const FetchPart& p, u32 i,
                                           const Tile<T>& tile) {
   const u64 policy = keep_policy();
-  const size_t at = FORM == TIER && p.positions ? (size_t)p.positions[i] : i;
+  const size_t at = is_batched(FORM) && p.positions ? (size_t)p.positions[i] : i;
   const u64 key = p.keys[at], hash = mix(key);
   const u32 home = home_half(hash, p.buckets);
   const Half<T> half = load_half<T, true>(p.lines, home, tile, policy);
@@ -185,14 +198,14 @@ __device__ __forceinline__ const FetchPart& part_of_block(const FetchArgs& a) {
 template <int T, int UNIT, int MOVES, int FORM, bool STAMP, bool SWEEP>
 __global__ void __launch_bounds__(BLOCK, FORM == TIER ? 6 : 8)
     fetch_kernel(const __grid_constant__ FetchArgs a) {
-  const FetchPart& p = FORM == TIER ? part_of_block(a) : a.part[0];
+  const FetchPart& p = is_batched(FORM) ? part_of_block(a) : a.part[0];
   const Tile<T> tile;
   const u32 i = (blockIdx.x - p.first_block) * (BLOCK / T) + threadIdx.x / T;
   bool miss = false;
   if (i < p.n)
     miss = !fetch_one<T, UNIT, MOVES, FORM, STAMP, SWEEP>(a, p, i, tile) && tile.rank == 0;
-  if (FORM != NUMBERS) list_miss(a, miss, p.base + i);
-  if (FORM == TIER && a.result) {
+  if (FORM != NUMBERS) list_miss<FORM>(a, p, miss, i);
+  if (is_batched(FORM) && a.result) {
     __syncthreads();
     if (threadIdx.x) return;
     __threadfence();

@@ -27,11 +27,12 @@ from hps.cuda.launch import (
 )
 from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
 from hps.cuda.reader_events import ReaderEvents
-from hps.cuda.staging import StagingBuffer, padded_bytes, staging_bytes
+from hps.cuda.staging import IN_PLACE, Copy, StagingBuffer, staging_bytes
 from hps.cuda.table import GpuTable
 
 # FETCH_PART, packed in one call: setting the fields one by one takes longer than the fetch.
 _PLANS_KEPT = 64
+_NO_MISSES = np.empty(0, np.uint32)
 PART = struct.Struct("<10Q10I")
 PARTS_AT = FETCH_ARGS.fields["part"][1]  # type: ignore[index] # None for a plain dtype
 
@@ -40,8 +41,8 @@ PARTS_AT = FETCH_ARGS.fields["part"][1]  # type: ignore[index] # None for a plai
 class FetchArguments:
     """One table's arguments of a fetch of ``n`` keys.
 
-    ``keys`` and ``positions`` (None: all) on host or device; ``out``, ``versions`` and ``source`` on
-    the device.
+    ``keys`` and ``positions`` (None: all) on host or device; ``out``, ``versions`` and ``source`` (each
+    or None) on the device.
     """
 
     table: GpuTable
@@ -54,17 +55,44 @@ class FetchArguments:
     oldest_tombstone: int
 
 
+class MissList:
+    """Memory for the positions that a fetch misses: pinned, or for large fetches on the device."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self.reserve(1)
+
+    def reserve(self, count: int) -> int:
+        """Return the address of memory for ``count`` positions."""
+        if count > self._size:
+            cp, self._size = cupy(), 1 << (count - 1).bit_length()
+            self._pinned = cp.cuda.alloc_pinned_memory(4 * self._size)
+            self._host: NDArray[np.uint32] = np.frombuffer(self._pinned, np.uint32, self._size)
+            self._device = cp.empty(self._size, np.uint32) if 4 * self._size > IN_PLACE else None
+        return int(self._pinned.ptr if self._device is None else self._device.data.ptr)
+
+    def read(self, count: int, stream: Any) -> NDArray[np.uint32]:
+        """Return the first ``count`` positions, once ``stream`` is done; waits if they must be copied."""
+        if self._device is not None:
+            copy = cupy().cuda.runtime.memcpyAsync
+            copy(self._pinned.ptr, self._device.data.ptr, 4 * count, 2, stream.ptr)
+            stream.synchronize()
+        return self._host[:count]
+
+
 class FetchWorkspace:
     """Buffers and counters on the current device, for one fetch (or pooling) at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, copy: Copy = np.copyto) -> None:
+        """``copy`` copies host arrays to pinned memory."""
         cp = cupy()
-        self.staging = StagingBuffer()
+        self.staging = StagingBuffer(copy)
+        self._misses = MissList()
         self.counts = cp.zeros(2, np.uint32)
         self._pinned = cp.cuda.alloc_pinned_memory(4)
         self.result = np.frombuffer(self._pinned, np.uint32, 1)
         self.result_at = self._pinned.ptr
-        self._plans: dict[tuple[GpuTable, ...], _Plan] = {}
+        self._plans: dict[tuple[int, tuple[GpuTable, ...]], _Plan] = {}
         self._args = KernelStruct(FETCH_ARGS)
         self._args["miss_count"] = self.counts.data.ptr
         self._args["done"] = self.counts.data.ptr + 4
@@ -77,27 +105,26 @@ class FetchWorkspace:
     ) -> NDArray[np.uint32]:
         """Run ``requests`` (1 … PARTS of them, none empty) on ``stream`` and wait for it.
 
-        Returns the misses, ascending, as positions in the batch: all keys of the requests, one after
-        the other.
+        They have versions all or none: without, deleted keys are misses. Returns the misses, ascending,
+        as positions in the batch: all keys of the requests, one after the other.
         """
         staging = self.staging
         needed, total = 0, 0
         for request in requests:
             needed += staging_bytes(request.keys, request.positions)
             total += request.n
-        staging.begin(needed + padded_bytes(4 * total))
-        plan = self._plan(tuple([request.table for request in requests]))
+        staging.begin(needed, in_place=True)
+        form = launch.VECTORS if requests[0].versions is None else launch.TIER
+        plan = self._plan(form, tuple([request.table for request in requests]))
         blocks, run = self._fill(requests, code, plan)
-        staging.send(stream)
-        start = staging.used
-        self._args["misses"] = staging.base + start
+        self._args["misses"] = self._misses.reserve(total)
         windows = windows_of(plan.host_bytes, total)
         if windows > 1 and (self._later is None or len(self._later) < total):
             self._later = cupy().empty(1 << (total - 1).bit_length(), np.uint32)
         readers.run(stream, lambda: run.launch(blocks, self._args, stream, windows, self._later))
         stream.synchronize()
-        misses = staging.read_back(start, 4 * int(self.result[0]), stream)
-        return np.sort(misses.view(np.uint32))
+        missed = int(self.result[0])
+        return np.sort(self._misses.read(missed, stream)) if missed else _NO_MISSES
 
     def _fill(
         self, requests: Sequence[FetchArguments], code: int, plan: _Plan
@@ -114,8 +141,8 @@ class FetchWorkspace:
                 put(request.keys),
                 put(request.positions),
                 out,
-                request.versions.data.ptr,
-                request.source.data.ptr,
+                0 if request.versions is None else request.versions.data.ptr,
+                0 if request.source is None else request.source.data.ptr,
                 request.oldest_tombstone,
                 *table.sizes,
                 request.n,
@@ -132,11 +159,12 @@ class FetchWorkspace:
         self._args["parts"] = len(requests)
         return blocks, plan.kernels(unit_of(addresses))
 
-    def _plan(self, tables: tuple[GpuTable, ...]) -> _Plan:
+    def _plan(self, form: int, tables: tuple[GpuTable, ...]) -> _Plan:
         """Return the launch plan for ``tables``; cached, since a model's requests repeat."""
-        plan = self._plans.get(tables)
+        key = form, tables
+        plan = self._plans.get(key)
         if plan is None:
-            plan = memoize(self._plans, tables, _Plan(tables), _PLANS_KEPT)
+            plan = memoize(self._plans, key, _Plan(form, tables), _PLANS_KEPT)
         return plan
 
 
@@ -180,7 +208,8 @@ class FetchKernels:
 class _Plan:
     """The fixed part of launches over some tables. ``row_bytes``: their sizes combined by bitwise or."""
 
-    def __init__(self, tables: Sequence[GpuTable]) -> None:
+    def __init__(self, form: int, tables: Sequence[GpuTable]) -> None:
+        self._form = form
         sizes = {table.table.row_bytes for table in tables}
         self.row_bytes = reduce(or_, sizes)
         self.tile = tile_of(max(sizes), 0)
@@ -193,7 +222,7 @@ class _Plan:
         kernels = self._kernels.get(unit)
         if kernels is None:
             moves = moves_of(self._size, self.tile, unit) if self._size else 0
-            kernels = FetchKernels(self.tile, unit, moves, launch.TIER, stamp=self._stamp)
+            kernels = FetchKernels(self.tile, unit, moves, self._form, stamp=self._stamp)
             self._kernels[unit] = kernels
         return kernels
 

@@ -28,6 +28,7 @@ FETCH_ARGS = np.dtype(
         ("done", np.uint64),
         ("result", np.uint64),
         ("later", np.uint64),
+        ("miss_keys", np.uint64),
         ("parts", np.uint32),
         ("window", np.uint16),
         ("window_shift", np.uint16),
@@ -111,14 +112,27 @@ SCATTER_ARGS = np.dtype(
     ],
     align=True,
 )
+PLACE_PART = np.dtype(
+    [("out", np.uint64), ("source", np.uint64), ("base", np.uint32), ("row_bytes", np.uint32)],
+    align=True,
+)
+PLACE_ARGS = np.dtype(
+    [
+        *((name, np.uint64) for name in ("positions", "rows", "sources")),
+        *((name, np.uint32) for name in ("n", "stride", "parts", "unused")),
+        ("part", PLACE_PART, PARTS),
+    ],
+    align=True,
+)
 UNANSWERED = 255
 """A source code for scatter: the key has neither row nor version."""
 
 GPU_CODE = 1
 """Source code that fetch writes for a row: `Source.GPU`."""
 
-ROWS, TIER, NUMBERS = 0, 1, 2
-"""Forms of fetch: rows only; rows, versions and sources; row numbers."""
+ROWS, TIER, NUMBERS, VECTORS = 0, 1, 2, 3
+"""Forms of fetch: rows only; rows, versions and sources; row numbers; rows and, if wanted, sources, of
+several tables."""
 
 WRITE_TILE = 4
 MANY_KEYS = 1 << 17

@@ -34,6 +34,7 @@ FILES = {
     "pool_kernel": "pool.cu",
     "pool_rows_kernel": "pool.cu",
     "scatter_kernel": "scatter.cu",
+    "place_kernel": "scatter.cu",
 }
 """Kernel -> the file that holds it."""
 

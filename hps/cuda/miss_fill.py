@@ -1,102 +1,146 @@
-"""Miss fill: rows from the host for the misses of a prepared fetch, all tables in one launch."""
+"""Miss fill: rows from the host for the misses of a fetch, in the order in which the device listed them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cuda.launch import PARTS, SCATTER_ARGS, blocks_of
-from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
-from hps.cuda.prepared import PreparedFetch
-from hps.cuda.scatter import tile_and_unit
-from hps.cuda.staging import StagingBuffer, padded_bytes
-from hps.types import EmbeddingTable
+from hps.cuda.launch import UNANSWERED
+from hps.cuda.loader import cupy
+from hps.types import EmbeddingTable, KeyArray
+
+SLICE_ROWS = 1 << 15
+"""Rows that are gathered at a time, while the device takes the rows before them."""
 
 
-class PreparedMissFill:
-    """Completes ``fetch``, whose keys are of ``tables``, with rows of the source ``code``.
+@dataclass(frozen=True, slots=True)
+class MissBatch:
+    """Missing keys of a batch with a part per table, in no order, and the memory for their rows.
 
-    The caller fills the arrays that `allocate` returns and calls `launch`; the previous launch must have
-    ended. Versions are not copied: the rows' are 0 afterwards. One thread at a time, on the current device.
-    """
+    Each part begins at its entry of ``bases (tables,)``. ``positions (m,)`` are those of the missing keys;
+    ``keys`` are these keys if ``listed``, else all keys of the batch. ``rows (m, stride) uint8`` takes a row
+    each in its first bytes, ``sources (m,)`` its source code, or `UNANSWERED`; ``counts (tables, 2)`` is
+    increased by the table's misses and rows found."""
 
-    def __init__(self, fetch: PreparedFetch, tables: Sequence[EmbeddingTable], code: int) -> None:
-        cp = cupy()
-        self._tables = tuple(tables)
-        self._staging = StagingBuffer()
-        most = max(len(rows) for rows in fetch.rows)
-        # The same for all rows, so they need not be copied over the bus.
-        self._same = cp.full(most, code, np.uint8), cp.zeros(most, np.uint64)
-        self._launches = [
-            _MissFillLaunch(fetch, self._same, self._tables, start)
-            for start in range(0, len(self._tables), PARTS)
-        ]
-        cp.cuda.get_current_stream().synchronize()
-
-    def allocate(self, misses: Sequence[NDArray[np.int64]]) -> list[NDArray[Any]]:
-        """Return, per table, ``(m, dim)`` of pinned memory for the rows at the positions ``misses (m,)``."""
-        staging, sizes = self._staging, [len(left) for left in misses]
-        each = [padded_bytes(n * t.row_bytes) for n, t in zip(sizes, self._tables, strict=True)]
-        staging.begin(sum(each) + padded_bytes(8 * sum(sizes)))
-        places = [
-            staging.allocate(n * table.dim, table.dtype)
-            for n, table in zip(sizes, self._tables, strict=True)
-        ]
-        positions, positions_at = staging.allocate(sum(sizes), np.int64)
-        np.concatenate(misses, out=positions)
-        counts = np.array(sizes)
-        ends = np.cumsum(counts)
-        rows_at = np.array([at for _, at in places], np.uint64)
-        for each_launch in self._launches:
-            each_launch.fill(rows_at, positions_at + 8 * (ends - counts), counts)
-        return [
-            rows.reshape(n, table.dim)
-            for (rows, _), n, table in zip(places, sizes, self._tables, strict=True)
-        ]
-
-    def launch(self, stream: Any) -> None:
-        """Write the filled rows and their sources to the fetch's arrays on ``stream``; does not wait."""
-        self._staging.send(stream)
-        for each in self._launches:
-            each.run(stream)
+    tables: Sequence[EmbeddingTable]
+    bases: NDArray[np.uint32]
+    keys: KeyArray
+    positions: NDArray[np.uint32]
+    listed: bool
+    rows: NDArray[np.uint8]
+    sources: NDArray[np.uint8]
+    counts: NDArray[np.uint32]
 
 
-class _MissFillLaunch:
-    """One launch: the tables from ``start`` on, as many as fit."""
+Gather = Callable[[MissBatch], int]
+"""Fills the rows and sources of a batch of misses; returns the number of keys without a row."""
 
-    def __init__(
+
+def no_rows(batch: MissBatch) -> int:
+    """The `Gather` of a host without rows."""
+    batch.sources[:] = UNANSWERED
+    parts = np.searchsorted(batch.bases, batch.positions, side="right") - 1
+    batch.counts[:, 0] += np.bincount(parts, minlength=len(batch.bases)).astype(np.uint32)
+    return len(batch.positions)
+
+
+@dataclass(slots=True)
+class MissReport:
+    """Misses of a fetch: per table their number and those filled, ``counts (tables, 2)``; and the
+    ascending positions of each table's keys that have no row, ``left``, None if there are none."""
+
+    counts: NDArray[np.int64]
+    left: list[NDArray[np.int64]] | None
+    missed: bool
+    """Whether there were misses."""
+
+
+class MissRows:
+    """Two buffers of pinned memory by which rows reach a device in turn. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._buffers = [_RowBuffer(), _RowBuffer()]
+
+    def fill(self, fetch: Any, stream: Any, gather: Gather) -> MissReport:
+        """Wait for ``fetch``, launched on ``stream``, and fill its misses with the rows of ``gather``.
+
+        Does not wait for the last copies of rows, which are on ``stream``."""
+        counts = np.zeros((len(fetch.requests), 2), np.int64)
+        left: list[tuple[Any, NDArray[np.uint32]]] = []
+        missed = False
+        for chunk in fetch.chunks:
+            missing = chunk.wait(stream)
+            if not missing:
+                continue
+            missed = True
+            own = np.zeros((len(chunk.tables), 2), np.uint32)
+            for start in range(0, missing, SLICE_ROWS):
+                stop = min(missing, start + SLICE_ROWS)
+                unanswered = self._fill_slice(chunk, start, stop, stream, gather, own)
+                if len(unanswered):
+                    left.append((chunk, unanswered))
+            counts[chunk.indices] += own
+        return MissReport(counts, _by_table(fetch, left) if left else None, missed)
+
+    def _fill_slice(
         self,
-        fetch: PreparedFetch,
-        same: tuple[Any, Any],
-        tables: Sequence[EmbeddingTable],
+        chunk: Any,
         start: int,
-    ) -> None:
-        self._mine = slice(start, start + PARTS)
-        tables, outs = tables[self._mine], fetch.rows[self._mine]
-        self._fetch = fetch  # keeps the memory that the kernel writes to
-        self._args, self._blocks = KernelStruct(SCATTER_ARGS), 0
-        self._args["parts"] = len(tables)
-        self._part = part = self._args["part"][: len(tables)]
-        codes, versions = same
-        part["sources"], part["row_versions"] = codes.data.ptr, versions.data.ptr
-        part["out"] = [out.data.ptr for out in outs]
-        part["versions"] = [each.data.ptr for each in fetch.versions[self._mine]]
-        part["source"] = [each.data.ptr for each in fetch.sources[self._mine]]
-        part["row_bytes"] = [table.row_bytes for table in tables]
-        self._tile, unit = tile_and_unit(tables, outs)
-        self._kernel: CudaKernel = kernel(f"scatter_kernel<{self._tile}, {unit}>")
+        stop: int,
+        stream: Any,
+        gather: Gather,
+        counts: NDArray[np.uint32],
+    ) -> NDArray[np.uint32]:
+        """Fill the misses from ``start`` to ``stop``; return the positions of keys without a row."""
+        self._buffers.reverse()
+        buffer, n = self._buffers[0], stop - start
+        rows, sources = buffer.begin(n, chunk.stride)
+        positions, keys, listed = chunk.misses(start, stop)
+        batch = MissBatch(chunk.tables, chunk.bases, keys, positions, listed, rows, sources, counts)
+        unanswered = gather(batch)
+        if unanswered < n:
+            chunk.place(stream, start, n, buffer.rows_at, buffer.sources_at)
+            buffer.sent.record(stream)
+        left: NDArray[np.uint32] = positions[sources == UNANSWERED] if unanswered else _NONE
+        return left
 
-    def fill(self, rows_at: Any, positions_at: Any, counts: Any) -> None:
-        part, mine = self._part, self._mine
-        blocks = np.array([blocks_of(n, self._tile) for n in counts[mine].tolist()])
-        ends = np.cumsum(blocks)
-        part["rows"], part["positions"], part["n"] = rows_at[mine], positions_at[mine], counts[mine]
-        part["first_block"] = ends - blocks
-        self._blocks = int(ends[-1])
 
-    def run(self, stream: Any) -> None:
-        if self._blocks:
-            self._kernel.launch(self._blocks, self._args, stream.ptr)
+_NONE = np.empty(0, np.uint32)
+
+
+def _by_table(fetch: Any, left: list[tuple[Any, NDArray[np.uint32]]]) -> list[NDArray[np.int64]]:
+    """Return the ascending positions of each table's keys among its own, from positions in chunks."""
+    found: list[list[NDArray[np.int64]]] = [[] for _ in fetch.requests]
+    for chunk, positions in left:
+        positions = np.sort(positions)
+        cuts = [*np.searchsorted(positions, chunk.bases).tolist(), len(positions)]
+        for part, index in enumerate(chunk.indices.tolist()):
+            own = positions[cuts[part] : cuts[part + 1]].astype(np.int64)
+            found[index].append(own - int(chunk.bases[part]) + chunk.starts[part])
+    return [np.sort(np.concatenate(own)) if own else _NONE.astype(np.int64) for own in found]
+
+
+class _RowBuffer:
+    """Pinned memory for rows and their sources; reusable once ``sent`` has happened."""
+
+    def __init__(self) -> None:
+        self.sent = cupy().cuda.Event(block=False, disable_timing=True)
+        self._size = 0
+        self.rows_at = self.sources_at = 0
+
+    def begin(self, n: int, stride: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Return ``(n, stride)`` bytes for rows and ``(n,)`` for sources."""
+        self.sent.synchronize()
+        size = n * (stride + 1)
+        if size > self._size:
+            self._size = 1 << (size - 1).bit_length()
+            self._memory = cupy().cuda.alloc_pinned_memory(self._size)
+            self._bytes: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8, self._size)
+        self.rows_at = self._memory.ptr
+        self.sources_at = self.rows_at + n * stride
+        rows = self._bytes[: n * stride].reshape(n, stride)
+        return rows, self._bytes[n * stride : size]

@@ -72,7 +72,8 @@ def scatter(
     targets: Sequence[tuple[Any, Any, Any]],
 ) -> None:
     """Write ``answers`` to ``targets``, each the device arrays out, versions and source of its table, on
-    ``stream``. Keys whose source is `UNANSWERED` are skipped. Overwrites ``args``, of `SCATTER_ARGS`."""
+    ``stream``; versions and source may be None. Keys whose source is `UNANSWERED` are skipped. Overwrites
+    ``args``, of `SCATTER_ARGS`."""
     for start in range(0, len(answers), PARTS):
         some = slice(start, start + PARTS)
         _scatter_some(args, stream, answers[some], targets[some])
@@ -81,9 +82,13 @@ def scatter(
 def tile_and_unit(tables: Sequence[EmbeddingTable], outs: Sequence[Any]) -> tuple[int, int]:
     """Return the threads per row and bytes per move, for rows of ``tables`` in aligned staging buffers
     that are copied to ``outs``."""
+    return tile_of_rows(tables, reduce(or_, (out.data.ptr for out in outs), 0))
+
+
+def tile_of_rows(tables: Sequence[EmbeddingTable], addresses: int = 0) -> tuple[int, int]:
+    """The same for destinations whose ``addresses`` are combined by bitwise or."""
     sizes = [table.row_bytes for table in tables]
-    unit = unit_of(reduce(or_, (out.data.ptr for out in outs), reduce(or_, sizes)))
-    widest = max(sizes)
+    unit, widest = unit_of(reduce(or_, sizes, addresses)), max(sizes)
     return 4 if widest <= 4 * unit else 8 if widest <= 16 * unit else 32, unit
 
 
@@ -99,7 +104,7 @@ def _scatter_some(
     )
     for answer, (out, versions, source) in zip(answers, targets, strict=True):
         n = len(answer.positions)
-        addressed = (out.data.ptr, versions.data.ptr, source.data.ptr)
+        addressed = [0 if array is None else array.data.ptr for array in (out, versions, source)]
         sizes = (answer.table.row_bytes, n, blocks, 0)
         _PART.pack_into(args.array.data, at, *answer.at, *addressed, *sizes)
         at += _PART.size

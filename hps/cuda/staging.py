@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,21 +15,28 @@ IN_PLACE = 1 << 19
 copies is worth more than the traffic."""
 _ALIGN = 16
 
+Copy = Callable[[NDArray[Any], NDArray[Any]], object]
+"""Copies the second array to the first, which has its shape and dtype."""
+
 
 class StagingBuffer:
-    """One buffer of the current device, refilled for each launch. One thread at a time."""
+    """One buffer of the current device, refilled for each launch. One thread at a time.
 
-    def __init__(self) -> None:
+    ``copy`` copies a host array into the buffer."""
+
+    def __init__(self, copy: Copy = np.copyto) -> None:
+        self._copy = copy
         self._size = 0
         self._grow(1 << 16)
 
-    def begin(self, needed: int) -> None:
+    def begin(self, needed: int, *, in_place: bool = False) -> None:
         """Start over with space for ``needed`` bytes, each array rounded up by `padded_bytes`.
 
-        The last launch that used the buffer must have ended."""
+        With ``in_place`` kernels read the buffer over the bus whatever its size: so a fetch takes the time
+        of the bus or its own, not the sum. The last launch that used the buffer must have ended."""
         if needed > self._size:
             self._grow(1 << (needed - 1).bit_length())
-        self.in_place = needed <= IN_PLACE
+        self.in_place = in_place or needed <= IN_PLACE
         self.base = self._pinned.ptr if self.in_place else self._device.data.ptr
         self.used = 0
 
@@ -47,7 +55,7 @@ class StagingBuffer:
         if not isinstance(array, np.ndarray):
             return int(array.data.ptr)
         copy, address = self.allocate(array.size, array.dtype)
-        copy[:] = array
+        self._copy(copy, array)
         return address
 
     def send(self, stream: Any) -> None:
@@ -63,16 +71,6 @@ class StagingBuffer:
         from hps.native.scheduler import Step
 
         return [Step.copy_in(self.base, self._pinned.ptr, self.used)]
-
-    def read_back(self, start: int, nbytes: int, stream: Any) -> NDArray[np.uint8]:
-        """Return the bytes that kernels wrote at ``start``; valid once ``stream`` is done.
-
-        Waits for it if a copy is needed."""
-        if nbytes and not self.in_place:
-            copy = cupy().cuda.runtime.memcpyAsync
-            copy(self._pinned.ptr + start, self.base + start, nbytes, 2, stream.ptr)
-            stream.synchronize()
-        return self.host[start : start + nbytes]
 
     def _grow(self, size: int) -> None:
         cp = cupy()

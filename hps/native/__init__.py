@@ -27,6 +27,7 @@ cache_bytes = twin_cache.cache_bytes
 CacheTable = twin_cache.CacheTable
 gather_all = twin_cache.gather_all
 gather_misses = twin_misses.gather_misses
+copy_keys = twin_misses.copy_keys
 WorkerPool = twin_misses.WorkerPool
 pool_rows = twin_pool.pool_rows
 InFlight = twin_in_flight.InFlight
@@ -51,6 +52,7 @@ if _mode != "off":
         CacheTable = _core.CacheTable  # type: ignore[misc,assignment] # its twin has the same methods
         gather_all = _core.gather_all  # type: ignore[assignment]
         gather_misses = _core.gather_misses  # type: ignore[assignment]
+        copy_keys = _core.copy_keys  # type: ignore[assignment]
         WorkerPool = _core.WorkerPool  # type: ignore[misc,assignment]
         pool_rows = _core.pool_rows
         InFlight = _core.InFlight  # type: ignore[misc,assignment]
@@ -69,6 +71,7 @@ __all__ = [
     "RowReplies",
     "WorkerPool",
     "cache_bytes",
+    "copy_keys",
     "crc32",
     "decode_hps",
     "decode_native",

@@ -122,14 +122,22 @@ class WorkerPool:
 
 def gather_misses(
     tables: list[CacheTable | None],
-    keys: list[NDArray[np.int64]],
+    bases: NDArray[np.uint32],
+    keys: NDArray[np.int64],
     positions: NDArray[np.uint32],
     rows: NDArray[np.uint8],
     sources: NDArray[np.uint8],
     code: int,
+    counts: NDArray[np.uint32],
+    listed: bool = False,
     pool: WorkerPool | None = None,
 ) -> int:
     """See twin_misses.gather_misses. Raises TypeError or ValueError for arrays that do not fit."""
+
+def copy_keys(
+    arrays: list[NDArray[np.int64]], out: NDArray[np.int64], pool: WorkerPool | None = None
+) -> int:
+    """See twin_misses.copy_keys. Raises TypeError or ValueError for arrays that do not fit."""
 
 def pool_rows(
     rows: NDArray[Any],

@@ -1,4 +1,4 @@
-"""NumPy twin of the gather of missing rows (include/hps/miss_gather.hpp)."""
+"""NumPy twin of the gather of missing rows (include/hps/miss_gather.hpp), and of the copy of keys."""
 
 from __future__ import annotations
 
@@ -26,32 +26,51 @@ class WorkerPool:
 
 def gather_misses(
     tables: Sequence[CacheTable | None],
-    keys: Sequence[KeyArray],
+    bases: NDArray[np.uint32],
+    keys: KeyArray,
     positions: NDArray[np.uint32],
     rows: NDArray[np.uint8],
     sources: NDArray[np.uint8],
     code: int,
+    counts: NDArray[np.uint32],
+    listed: bool = False,
     pool: WorkerPool | None = None,
 ) -> int:
     """Copy the rows of missing keys from ``tables`` to ``rows``; return the number of keys without a row.
 
-    The batch consists of ``keys``, an array ``(n,)`` per table, one after the other. ``positions (m,)``
-    are those of the missing keys in it, in any order; the row of the i-th fills the first bytes of
-    ``rows[i]``, of ``rows (m, stride)``, and ``sources[i]`` becomes ``code``, or `UNANSWERED` if the table
-    has no row (or is None). A deleted key has no row. Counts as a use of the rows. Thread-safe, also in
-    parallel to the tables' writers. Raises ValueError for a position outside the batch.
+    The batch has a part per table, which begins at its entry of ``bases (parts,)``. ``positions (m,)`` are
+    those of the missing keys in the batch, in any order. ``keys`` are all keys of the batch or, if
+    ``listed``, those at ``positions``. The row of the i-th missing key fills the first bytes of ``rows[i]``,
+    of ``rows (m, stride)``, and ``sources[i]`` becomes ``code``, or `UNANSWERED` if the table has no row (or
+    is None). A deleted key has no row. Adds each part's misses and rows found to ``counts (parts, 2)``.
+    Counts as a use of the rows. Thread-safe, also in parallel to the tables' writers. Raises ValueError for a
+    position outside the batch.
     """
-    batch = np.concatenate(keys)
-    ends = np.cumsum([len(own) for own in keys])
-    if len(positions) and positions.max() >= len(batch):
+    if not listed and len(positions) and positions.max() >= len(keys):
         raise ValueError("positions must be those of keys")
-    part_of = np.searchsorted(ends, positions, side="right")
+    missing = keys if listed else keys[positions]
+    part_of = np.searchsorted(bases, positions, side="right") - 1
     sources[:] = UNANSWERED
     for part, table in enumerate(tables):
         mine = np.flatnonzero(part_of == part)
         if table is not None and len(mine):
-            _gather_part(table, batch[positions[mine]], mine, rows, sources, code)
+            _gather_part(table, missing[mine], mine, rows, sources, code)
+        counts[part] += np.array(
+            [len(mine), np.count_nonzero(sources[mine] != UNANSWERED)], np.uint32
+        )
     return int(np.count_nonzero(sources == UNANSWERED))
+
+
+def copy_keys(
+    arrays: Sequence[KeyArray], out: NDArray[np.int64], pool: WorkerPool | None = None
+) -> int:
+    """Copy ``arrays`` of keys to ``out``, one after the other; return their number."""
+    total = sum(map(len, arrays))
+    if total > len(out):
+        raise ValueError("out must hold all keys")
+    if total:
+        np.concatenate(arrays, out=out[:total])
+    return total
 
 
 def _gather_part(

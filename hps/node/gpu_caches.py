@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from hps import native
+from hps.cgroups import available_cores
 from hps.config.cache_settings import GpuCacheSettings
 from hps.config.schema import Settings
 from hps.cuda.layout import EvictionPolicy
@@ -24,6 +25,7 @@ from hps.errors import ConfigError, GpuUnavailable, ModelError
 from hps.lookup.engine import Promote
 from hps.lookup.gpu.device_lookup import DeviceLookup
 from hps.lookup.gpu.miss_fill import HostCaches
+from hps.native import WorkerPool
 from hps.node.gpu_plan import check_memory, plan_of_settings
 from hps.node.gpu_scheduler import NodeScheduler
 from hps.node.model_opening import OpenedModel
@@ -47,6 +49,7 @@ from hps.types import EmbeddingTable
 log = logging.getLogger(__name__)
 _COUNT_AGAIN_S = 5.0
 _SWITCH_S = 5e-5
+_MISS_THREADS = 16
 
 
 class NodeGpus:
@@ -69,6 +72,8 @@ class NodeGpus:
         self._bridged: list[tuple[Tier, Tier]] = []
         self._closed_last: list[Callable[[], None]] = []
         self._host: list[HostCaches] = []
+        threads = settings.tiers.gpu.miss_threads or min(_MISS_THREADS, available_cores())
+        self._pool = WorkerPool(threads)
         self.replicas: GpuReplicas | None = None
         self.scheduler: NodeScheduler | None = None
         self.static: list[EmbeddingTable] = []
@@ -144,7 +149,8 @@ class NodeGpus:
                 on_host = TierChain(caches)
                 inner = PromotingTier(on_host, promote_to_gpu, "")
                 chain.append(bridge_to_device(inner, device, self._chosen.workspaces))
-                self._host.append(HostCaches(fused_lookup_of(on_host), chain[1], promote_to_gpu))
+                memory = fused_lookup_of(on_host)
+                self._host.append(HostCaches(memory, chain[1], promote_to_gpu, self._pool))
             else:
                 self._host.append(HostCaches())
             threads = self._settings.tiers.lookup_threads

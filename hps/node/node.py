@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hps.array_inputs import Features, flat_keys, tensor
+from hps.array_inputs import Features, device_number, flat_keys, tensor
 from hps.errors import BadRequest, NotFound, Unsupported
+from hps.lookup.gpu.device_lookup import DeviceLookup
 from hps.node.served_models import OpenModels, ServedModel, deadline_in
 from hps.node.streams import UpdateStreams
 from hps.node.tier_status import hot_keys
 from hps.tiers.node import NodeServer
-from hps.types import LookupRequest, LookupResult
+from hps.types import JaggedKeys, LookupRequest, LookupResult
 from hps.updates.cache_writer import CacheWriter
 
 if TYPE_CHECKING:
@@ -77,8 +78,10 @@ class Node(OpenModels):
     ) -> LookupResult:
         """Look up vectors that stay on a GPU: CuPy arrays, which Torch takes by DLPack; else as `lookup`.
 
-        The arrays are complete. Several GPUs take turns. Raises ``BadRequest`` for a node without a GPU
-        cache."""
+        Keys may be on the GPU, too: arrays or tensors ``(batch,)`` or ``(batch, hotness)`` of CuPy, Torch or
+        anything with ``__dlpack__``, read after the work on CuPy's current stream. The arrays are complete.
+        Several GPUs take turns, unless keys are on one. Raises ``BadRequest`` for a node without a GPU cache,
+        or for keys on a GPU without one."""
         served = self.model(model)
         served.freshness.require()
         lookups = served.on_devices
@@ -86,10 +89,21 @@ class Node(OpenModels):
             raise BadRequest(
                 "this node has no GPU cache (tiers.gpu.use); lookup answers on the host"
             )
-        request = LookupRequest(
-            served.keys(features, by_table), deadline_in(timeout_s), want_source, by_table=by_table
-        )
-        return served.freshness.mark(lookups[next(self._turn) % len(lookups)].pooled(request))
+        lookup = self._lookup_near(features, lookups)
+        keys = served.keys(features, by_table, lookup.cache.space.device_keys)
+        request = LookupRequest(keys, deadline_in(timeout_s), want_source, by_table=by_table)
+        return served.freshness.mark(lookup.pooled(request))
+
+    def _lookup_near(self, features: Features, lookups: Sequence[DeviceLookup]) -> DeviceLookup:
+        """Return the lookup on the GPU where the keys are; if they are on the host, the next in turn."""
+        if len(lookups) == 1:
+            return lookups[0]
+        for keys in features.values():
+            number = device_number(keys.keys if isinstance(keys, JaggedKeys) else keys)
+            for lookup in lookups:
+                if number is not None and lookup.cache.space.number == number:
+                    return lookup
+        return lookups[next(self._turn) % len(lookups)]
 
     def write(
         self, model: str, table: str, keys: Any = (), vectors: Any = (), *, deleted: Any = ()

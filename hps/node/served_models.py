@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from hps.array_inputs import Features, jagged_keys, output_arrays, tensor
+from hps.array_inputs import DeviceKeys, Features, jagged_keys, output_arrays, tensor
 from hps.config.model_schema import ModelSpec
 from hps.errors import BadRequest, NotFound
 from hps.lookup.base import Lookup, features_by_input, keys_by_feature
@@ -44,9 +44,15 @@ class ServedModel:
     """Lookups whose vectors stay on a GPU, one per GPU."""
     freshness: Freshness = FRESH
 
-    def keys(self, features: Features, by_table: bool = False) -> Mapping[str, JaggedKeys]:
-        """Convert a caller's keys. Raises ``BadRequest`` for keys that are not integers."""
-        keys = jagged_keys(features)
+    def keys(
+        self,
+        features: Features,
+        by_table: bool = False,
+        device_keys: DeviceKeys | None = None,
+    ) -> Mapping[str, JaggedKeys]:
+        """Convert a caller's keys; ``device_keys`` those on a device. Raises ``BadRequest`` for keys that are
+        not integers."""
+        keys = jagged_keys(features, device_keys)
         return keys if by_table else keys_by_feature(keys, self.engine.features)
 
 

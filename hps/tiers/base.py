@@ -85,7 +85,8 @@ class Part:
 
     keys (n,) int64, unique; out (n, dim) of the table's dtype; versions (n,) uint64; source (n,) uint8,
     0 = no row found; missing (m,) int64, the ascending positions that the next tier must search.
-    ``missing`` is replaced, never written to."""
+    ``missing`` is replaced, never written to. Tiers on a device also take None for ``versions`` and
+    ``source``: see `GpuCache`."""
 
     table: EmbeddingTable
     keys: KeyArray

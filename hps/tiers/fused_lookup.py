@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from hps.cuda.miss_fill import MissBatch
+from hps.native import WorkerPool
 from hps.tiers.base import Ask, Bags, Tier, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache_reads import CacheReads
@@ -49,6 +51,16 @@ class _MeteredGather:
         sizes = [(table, len(keys)) for table, keys, _ in asks]
         sizes += [(each.table, len(each.keys)) for each in bags]
         return self.prepare(sizes)(asks, bags)
+
+    def gather_misses(self, batch: MissBatch, pool: WorkerPool | None = None) -> int:
+        before, start = batch.counts[:, 1].copy(), time.perf_counter()
+        left = self._inner.gather_misses(batch, pool)
+        seconds = time.perf_counter() - start
+        found = (batch.counts[:, 1] - before).tolist()
+        hits = [(table, n, n) for table, n in zip(batch.tables, found, strict=True) if n]
+        if hits:
+            self._observe(hits, seconds)
+        return left
 
     def prepare(self, sizes: Sequence[tuple[EmbeddingTable, int]]) -> GatherFunction:
         inner, clock = prepare_gather(self._inner, sizes), time.perf_counter

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from hps.cuda.launch import UNANSWERED
+from hps.cuda.miss_fill import MissBatch, MissReport
 from hps.cuda.pool import RowBags
 from hps.lookup.pooling import pool
 from hps.native import dedup
@@ -69,6 +71,8 @@ class Space:
         self.device = Current()
         self.lent = 0
         self.recorded = 0
+        self.waited = 0
+        self.number = 0
 
     def take_stream(self) -> Stream:
         self.lent += 1
@@ -81,6 +85,33 @@ class Space:
         return np.full(size, 0xA5, np.uint8)
 
     pinned = bytes
+
+    def at(self, address: int, n: int, dtype: Any) -> Any:
+        """The array of ``n`` values at ``address``."""
+        raw = (ctypes.c_uint8 * (n * np.dtype(dtype).itemsize)).from_address(address)
+        return np.frombuffer(raw, dtype)
+
+    def array(self, block: Any, offset: int, shape: Any, dtype: Any) -> Any:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return block[offset : offset + size].view(dtype).reshape(shape).view(Array)
+
+    def address(self, block: Any) -> int:
+        return int(block.ctypes.data)
+
+    def clear(self, array: Any, stream: Any) -> None:
+        array[...] = 0
+
+    def to_host(self, array: Any, stream: Any) -> Any:
+        return np.array(array)
+
+    def fill_rows(self, out: Any, positions: Any, row: Any, stream: Any) -> None:
+        out[positions] = row
+
+    def after_current(self, stream: Any) -> None:
+        self.waited += 1
+
+    def device_keys(self, name: str, keys: Any) -> Any:
+        return keys if isinstance(keys, Array) else None
 
     def copy(self, to: int, source: int, nbytes: int, stream: Any) -> None:
         ctypes.memmove(to, source, nbytes)
@@ -205,14 +236,16 @@ class Cache(MemoryTier):
     def prepare(self, asks: Any) -> Prepared:
         return Prepared(self, asks)
 
-    def prepare_fetch(self, asks: Any) -> PreparedFetch:
-        return PreparedFetch(self, asks)
+    def prepare_vectors(
+        self, asks: Any, offsets: Any, on_device: Any, sources: Any = None
+    ) -> VectorFetch:
+        return VectorFetch(self, asks, offsets, on_device, sources)
+
+    def fill_misses(self, fetch: VectorFetch, stream: Any, gather: Any) -> MissReport:
+        return fetch.fill(gather)
 
     def prepare_rows(self, asks: Any) -> PreparedRows:
         return PreparedRows(self, asks)
-
-    def prepare_refill(self, fetch: Any, tables: Any, source: Source) -> PreparedRefill:
-        return PreparedRefill(fetch, tables, source)
 
     def add_readers(self, hold_back: Any) -> None:
         self.other_readers.append(hold_back)
@@ -224,47 +257,81 @@ class Cache(MemoryTier):
         self.closed = True
 
 
-class PreparedFetch:
-    def __init__(self, cache: Cache, asks: Any) -> None:
-        self._cache = cache
-        self._parts = cache.space.parts([(t, np.zeros(n, np.int64)) for t, n in asks], None)
-        parts, total = self._parts.parts, sum(n for _, n in asks)
-        self.keys = [part.keys for part in parts]
-        self.rows, self.versions = [p.out for p in parts], [p.versions for p in parts]
-        self.sources_block = np.zeros(total, np.uint8)
-        ends = np.cumsum([n for _, n in asks])[:-1]
-        self.sources = np.split(self.sources_block, ends)
+class VectorFetch:
+    """`hps.cuda.vector_fetch.VectorFetch` in one chunk; its misses come in an order of their own."""
 
-    def launch(self, stream: Any, oldest: Any) -> None:
-        self.sources_block[:] = 0
-        self._launched = [
-            Part(p.table, keys, rows, versions, sources, np.arange(len(keys)))
-            for p, keys, rows, versions, sources in zip(
-                self._parts.parts, self.keys, self.rows, self.versions, self.sources, strict=True
+    def __init__(self, cache: Cache, asks: Any, offsets: Any, on_device: Any, sources: Any) -> None:
+        self._cache, self.requests, self._offsets, self._sources = cache, asks, offsets, sources
+        self._on_device = on_device
+        sizes = [n for _, n in asks]
+        ends = np.cumsum(sizes)
+        self.tables = [table for table, _ in asks]
+        self.bases = (ends - sizes).astype(np.uint32)
+        self.flat = np.zeros(sum(sizes), np.int64)
+        self.keys = np.split(self.flat, ends[:-1])
+        self.stride = max(table.row_bytes for table in self.tables) + 16
+
+    def launch(
+        self,
+        stream: Any,
+        block: int,
+        arrays: Any = None,
+        copy_keys: Any = None,
+        used: Any = None,
+    ) -> None:
+        sizes = [n for _, n in self.requests] if used is None else used.tolist()
+        for own, there, array in zip(self.keys, self._on_device, arrays or self.keys, strict=True):
+            assert isinstance(array, Array) == bool(there)
+            own[:] = np.asarray(array)
+        self._outs, missing = [], []
+        self._cache.fetched.append(len(self.flat))
+        for (table, _), n, at, own, base in zip(
+            self.requests, sizes, self._offsets, self.keys, self.bases.tolist(), strict=True
+        ):
+            keys = own[:n]
+            part = Part.make(table, keys)
+            MemoryTier.fetch(self._cache, [part], FetchContext())
+            raw = (ctypes.c_uint8 * (n * table.row_bytes)).from_address(block + at)
+            out = np.frombuffer(raw, table.dtype).reshape(n, table.dim)
+            found = part.source != 0
+            out[found] = part.out[found]
+            self._outs.append(out)
+            if self._sources is not None:
+                self._sources[base : base + n][found] = int(Source.GPU)
+            missing.append(np.flatnonzero(~found) + base)
+        self.missing = np.random.default_rng(1).permutation(np.concatenate(missing))
+
+    def fill(self, gather: Any) -> MissReport:
+        n, counts = len(self.missing), np.zeros((len(self.tables), 2), np.uint32)
+        listed = any(self._on_device)
+        keys = self.flat[self.missing] if listed else self.flat
+        rows, sources = np.full((n, self.stride), 9, np.uint8), np.zeros(n, np.uint8)
+        positions = self.missing.astype(np.uint32)
+        left = None
+        if n:
+            batch = MissBatch(
+                self.tables, self.bases, keys, positions, listed, rows, sources, counts
             )
+            if gather(batch):
+                left = self._left(positions[sources == UNANSWERED])
+            self._place(rows, sources)
+        return MissReport(counts.astype(np.int64), left, n > 0)
+
+    def _place(self, rows: Any, sources: Any) -> None:
+        parts = np.searchsorted(self.bases, self.missing, side="right") - 1
+        for at, part, row, source in zip(self.missing, parts, rows, sources, strict=True):
+            if source != UNANSWERED:
+                table = self.tables[part]
+                self._outs[part][at - self.bases[part]] = row[: table.row_bytes].view(table.dtype)
+                if self._sources is not None:
+                    self._sources[at] = source
+
+    def _left(self, positions: Any) -> Any:
+        parts = np.searchsorted(self.bases, positions, side="right") - 1
+        return [
+            np.sort(positions[parts == i].astype(np.int64) - int(base))
+            for i, base in enumerate(self.bases)
         ]
-        self._cache.fetch(self._launched, FetchContext())
-
-    def misses(self) -> Any:
-        return [part.missing for part in self._launched]
-
-
-class PreparedRefill:
-    def __init__(self, fetch: PreparedFetch, tables: Any, source: Source) -> None:
-        self._fetch, self._tables, self._source = fetch, tables, source
-
-    def allocate(self, misses: Any) -> Any:
-        self._misses = misses
-        self._rows = [
-            np.empty((len(left), table.dim), table.dtype)
-            for left, table in zip(misses, self._tables, strict=True)
-        ]
-        return self._rows
-
-    def launch(self, stream: Any) -> None:
-        for i, left in enumerate(self._misses):
-            self._fetch.rows[i][left] = self._rows[i]
-            self._fetch.sources[i][left] = self._source
 
 
 class PreparedRows:
@@ -285,9 +352,11 @@ class Prepared:
         self.keys = [np.empty(n, np.int64) for _, n, *_ in asks]
         self._count = np.zeros(1, np.uint32)
 
-    def launch(self, stream: Any) -> None:
+    def launch(self, stream: Any, on_device: Any = MappingProxyType({})) -> None:
         missing = 0
         self._cache.pooled += 1
+        for number, address in on_device.items():
+            self.keys[number][:] = self._cache.space.at(address, len(self.keys[number]), np.int64)
         for keys, (table, n, hotness, mean, out) in zip(self.keys, self._asks, strict=True):
             part = Part.make(table, keys)
             MemoryTier.fetch(self._cache, [part], FetchContext())
@@ -316,7 +385,7 @@ class Bridge(TierWrapper):
 
     def fetch(self, parts: Any, ctx: Any) -> None:
         parts = [part for part in parts if len(part.missing)]
-        picked = [dedup(part.keys[part.missing]) for part in parts]
+        picked = [dedup(np.asarray(part.keys)[part.missing]) for part in parts]
         misses = [Part.make(p.table, keys) for p, (keys, _) in zip(parts, picked, strict=True)]
         self.inner.fetch(misses, FetchContext(ctx.deadline, None, ctx.degraded))
         for part, below, (_, picks) in zip(parts, misses, picked, strict=True):
@@ -324,7 +393,9 @@ class Bridge(TierWrapper):
             answered[below.missing] = False
             mine = answered[picks]
             at, of = part.missing[mine], picks[mine]
-            part.versions[at], part.source[at] = below.versions[of], below.source[of]
+            part.source[at] = below.source[of]
+            if part.versions is not None:
+                part.versions[at] = below.versions[of]
             rows = below.source[of] != 0
             part.out[at[rows]] = below.out[of[rows]]
             part.missing = part.missing[~mine]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -101,7 +101,10 @@ class DeviceLookup(LookupEngine):
         return self._slow_path(request)
 
     def pooled(self, request: LookupRequest) -> LookupResult:
-        """Look up and pool into new device arrays, which are complete on return."""
+        """Look up and pool into new device arrays, which are complete on return.
+
+        Keys may be CuPy arrays on the device; they are copied to the host if a store must be asked, or if
+        there are offsets, weights or a wish for sources."""
         resident = self.lookup_resident(request)
         if resident is not None:
             return resident
@@ -147,6 +150,7 @@ class DeviceLookup(LookupEngine):
         return features if held else []
 
     def _slow_path(self, request: LookupRequest) -> Future[LookupResult]:
+        request = _with_host_keys(request)
         groups = self._groups(tuple(request.features), request.by_table)
         total = check_sizes(self.model, request)
         checked = [
@@ -193,6 +197,16 @@ class DeviceLookup(LookupEngine):
                 start = own.stop
         result.into = partial(_pool, self.cache, bags)
         return result, answers
+
+
+def _with_host_keys(request: LookupRequest) -> LookupRequest:
+    """Return ``request`` with keys that are on a device copied to the host."""
+    features: dict[str, Any] = dict(request.features)
+    there = {name: k for name, k in features.items() if not isinstance(k.keys, np.ndarray)}
+    if not there:
+        return request
+    features |= {name: replace(keys, keys=keys.keys.get()) for name, keys in there.items()}
+    return replace(request, features=features)
 
 
 def _flat(features: Sequence[Feature], keys: Sequence[JaggedKeys]) -> Any:

@@ -1,7 +1,7 @@
-"""Miss fill: pool prepared requests on the device although its cache misses some rows.
+"""Miss fill: complete a prepared fetch on the device with rows from host memory.
 
-Launch the fetch of the rows in the cache; wait; copy the missing rows from host memory, all tables in
-one launch; pool."""
+Launch the fetch of the rows in the cache; wait; gather the missing rows from the CPU cache, in the order in
+which the device listed them, while the device takes those gathered before."""
 
 from __future__ import annotations
 
@@ -13,63 +13,85 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.backoff import CallBackoff
+from hps.cuda.miss_fill import MissBatch, MissReport, no_rows
 from hps.cuda.prepared import FixedRows
 from hps.lookup.base import Feature
+from hps.native import WorkerPool
 from hps.observability.meters import LookupMeter
-from hps.tiers.base import Ask, FetchContext, Part, Tier
+from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.fused_lookup import FusedLookup
 from hps.tiers.wrappers import FetchObserver, Promote
-from hps.types import Source, oldest_tombstone
+from hps.types import Source
 
-_CODES = max(Source) + 1
-_GPU, _DEFAULT = int(Source.GPU), int(Source.DEFAULT)
+_ALIGN = 256
+_PROMOTED = 2048
+"""The most keys of one batch that are promoted: with more misses, a sample is as good."""
+
+
+_NO_CODES = np.empty(0, np.uint8)
+NO_VERSIONS: Any = None
+"""`Part.versions` on a device, if they are not needed."""
 
 
 class HostCaches:
     """The caches in host memory, which fill a device's misses without blocking. Thread-safe.
 
-    ``memory`` finds all rows or none, in one call; ``bridge`` says for each key whether it was found.
-    If ``memory`` found all, ``promote`` is called with their keys; ``bridge`` contains a `PromotingTier`."""
+    ``memory`` finds rows in one call, with the threads of ``pool``; ``bridge`` says for each remaining key
+    whether it was found. ``promote`` is called with keys whose rows ``memory`` had; ``bridge`` contains a
+    `PromotingTier`."""
 
     def __init__(
         self,
         memory: FusedLookup | None = None,
         bridge: Tier | None = None,
         promote: Promote = lambda _table, _keys: None,
+        pool: WorkerPool | None = None,
     ) -> None:
         self.memory = memory
         self.bridge = bridge
+        self.pool = pool
         self._promote = promote
-        self._backoff = CallBackoff()
+        self.code = int(Source.DEFAULT if memory is None else memory.info.source)
+        """Source code of the rows of ``memory``."""
 
-    def is_due(self) -> bool:
-        """True if a `gather` is worth trying; False for a while after memory missed a row."""
-        return self._backoff.is_due()
+    def gather(self, batch: MissBatch) -> int:
+        """Fill the rows that ``memory`` has, and promote some; return the number of keys without a row.
 
-    def gather(self, asks: list[Ask]) -> bool:
-        """Write the rows into ``asks``, and promote them; True if ``memory`` had every row.
+        A deleted key has no row: the bridge reports the deletion."""
+        if self.memory is None:
+            return no_rows(batch)
+        left = self.memory.gather_misses(batch, self.pool)
+        if left < len(batch.positions):
+            self._promote_some(batch)
+        return left
 
-        A deleted key has no row: then nothing is promoted, and the bridge reports the deletion."""
-        assert self.memory is not None
-        found = self.memory.gather(asks)
-        self._backoff.record(worked=found)
-        if found:
-            for table, keys, _ in asks:
-                self._promote(table, keys)
-        return found
+    def _promote_some(self, batch: MissBatch) -> None:
+        positions = batch.positions[:_PROMOTED]
+        found = batch.sources[:_PROMOTED] == self.code
+        keys = batch.keys[:_PROMOTED] if batch.listed else batch.keys[positions]
+        if len(batch.tables) == 1:
+            self._promote(batch.tables[0], keys[found])
+            return
+        parts = np.searchsorted(batch.bases, positions[found], side="right") - 1
+        order = np.argsort(parts, kind="stable")
+        counts = np.bincount(parts, minlength=len(batch.tables))
+        cuts = np.split(keys[found][order], np.cumsum(counts)[:-1])
+        for table, own in zip(batch.tables, cuts, strict=True):
+            if len(own):
+                self._promote(table, own)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBags:
     """Bags of one feature on the device: ``n`` keys, ``hotness`` per bag.
 
-    They are pooled to ``out (n / hotness, dim)``."""
+    They are pooled to ``out (n / hotness, dim)``. ``on_device``: the keys are there, too."""
 
     feature: Feature
     n: int
     hotness: int
     out: Any
+    on_device: bool = False
 
 
 def prepared_pooling(cache: Any, asks: Sequence[DeviceBags]) -> Any:
@@ -82,11 +104,17 @@ def prepared_pooling(cache: Any, asks: Sequence[DeviceBags]) -> Any:
     )
 
 
+def block_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return the positions of arrays of ``sizes`` bytes in one block, and the block's bytes."""
+    ends = np.cumsum([-(-size // _ALIGN) * _ALIGN for size in sizes]).tolist()
+    return [0, *ends[:-1]], ends[-1]
+
+
 class FilledFetch:
     """A prepared fetch and pooling that fills misses from host memory. One thread at a time.
 
     ``cache`` is a `GpuCache`, ``observe`` its meter. The caller fills ``keys``, each ``(n,) int64`` in
-    pinned memory, calls `run`, and calls `finish` once the stream is done.
+    pinned memory, or passes arrays to `run`, and calls `finish` once the stream is done.
     """
 
     def __init__(
@@ -97,114 +125,130 @@ class FilledFetch:
         observe: FetchObserver | None,
         meter: LookupMeter,
     ) -> None:
-        self._space = cache.space
-        self._host = host
+        self._cache, self._space, self._host = cache, cache.space, host
         self._features = [ask.feature for ask in asks]
-        self._observe = observe
-        self._meter = meter
+        self._observe, self._meter = observe, meter
+        self._sizes = np.array([ask.n for ask in asks])
         tables = [feature.table for feature in self._features]
-        sizes = [ask.n for ask in asks]
-        self._fetch = fetch = cache.prepare_fetch(list(zip(tables, sizes, strict=True)))
-        self.keys: list[NDArray[np.int64]] = fetch.keys
-        self._pooling = cache.prepare_rows(
-            [
-                FixedRows(
-                    fetch.rows[i],
-                    fetch.sources[i],
-                    self._space.upload(ask.feature.table.default),
-                    ask.hotness,
-                    ask.feature.pooling == "mean",
-                    ask.out,
-                )
-                for i, ask in enumerate(asks)
-            ]
+        offsets, size = block_offsets(
+            [ask.n * table.row_bytes for ask, table in zip(asks, tables, strict=True)]
         )
-        self._refill: Any = None
-        if host.memory is not None:
-            self._refill = cache.prepare_refill(fetch, tables, host.memory.info.source)
-        self._sizes = np.array(sizes)
-        self._codes = self._space.pinned(sum(sizes))
-        # Added to the source codes, so that one histogram counts each feature's codes separately.
-        self._bins = np.repeat(np.arange(len(sizes)) * _CODES, sizes)
-        self._started = 0.0
+        self._block, total = self._space.bytes(size), int(self._sizes.sum())
+        self._sources = self._space.bytes(total)
+        starts = (np.cumsum(self._sizes) - self._sizes).tolist()
+        self._rows = [
+            self._space.array(self._block, at, (ask.n, table.dim), table.dtype)
+            for ask, table, at in zip(asks, tables, offsets, strict=True)
+        ]
+        self._own_sources = [
+            self._sources[start : start + ask.n] for ask, start in zip(asks, starts, strict=True)
+        ]
+        self._fetch = cache.prepare_vectors(
+            [(table, ask.n) for ask, table in zip(asks, tables, strict=True)],
+            offsets,
+            [ask.on_device for ask in asks],
+            self._sources,
+        )
+        self.keys: list[NDArray[np.int64]] = self._fetch.keys
+        self._arrays: Sequence[Any] = self.keys
+        self._pooling = cache.prepare_rows(self._fixed_rows(asks))
+        self._used, self._started = self._sizes, 0.0
+        self._answers: list[tuple[int, int, int]] = []
+
+    def _fixed_rows(self, asks: Sequence[DeviceBags]) -> list[FixedRows]:
+        return [
+            FixedRows(
+                self._rows[i],
+                self._own_sources[i],
+                self._space.upload(ask.feature.table.default),
+                ask.hotness,
+                ask.feature.pooling == "mean",
+                ask.out,
+            )
+            for i, ask in enumerate(asks)
+        ]
 
     def run(
-        self, stream: Any, deadline: float | None, used: NDArray[np.int64] | None = None
+        self,
+        stream: Any,
+        deadline: float | None,
+        used: NDArray[np.int64] | None = None,
+        arrays: Sequence[Any] | None = None,
     ) -> bool:
         """Launch all on ``stream``; False, with nothing pooled, if a row is not in memory.
 
         ``used (features,)``: how many of each feature's keys count; the others fill the batch."""
-        self._started, now = time.perf_counter(), time.time()
-        fetch = self._fetch
-        fetch.launch(stream, [oldest_tombstone(f.table, now) for f in self._features])
-        stream.synchronize()
-        misses = fetch.misses()
+        self._started = time.perf_counter()
+        self._arrays = self.keys if arrays is None else arrays
+        self._used = self._sizes if used is None else used
+        self._space.clear(self._sources, stream)
+        self._fetch.launch(stream, self._space.address(self._block), arrays, used=used)
+        report = self._cache.fill_misses(self._fetch, stream, self._host.gather)
         seconds = time.perf_counter() - self._started
-        if any(map(len, misses)) and not (
-            self._gather(misses, stream) or self._bring(misses, stream, deadline)
-        ):
+        self._count(report)
+        if report.left is not None and not self._bring(report.left, stream, deadline):
             return False
         self._pooling.launch(stream)
-        self._space.copy_to_host(self._codes, fetch.sources_block, stream)
         if self._observe is not None:
-            sizes = (self._sizes if used is None else used).tolist()
-            counts = zip(self._features, sizes, misses, strict=True)
-            self._observe(
-                [(f.table, n, n - int(np.searchsorted(left, n))) for f, n, left in counts], seconds
-            )
+            counts = zip(self._features, self._used.tolist(), report.counts.tolist(), strict=True)
+            self._observe([(f.table, n, n - missed) for f, n, (missed, _) in counts], seconds)
         return True
 
-    def finish(self, used: NDArray[np.int64] | None = None) -> int:
-        """Report the sources of the rows; return the number of defaulted keys: deleted ones.
-
-        ``used`` as for `run`."""
-        # Most rows came from the device: counting only the others takes a third of the time.
-        others = np.flatnonzero(self._codes != _GPU)
-        sizes = self._sizes
-        if used is not None:
-            sizes = used
-            features = self._bins[others] // _CODES
-            starts = np.cumsum(self._sizes) - self._sizes
-            others = others[others - starts[features] < used[features]]
-        counts = np.bincount(
-            self._codes[others] + self._bins[others], minlength=_CODES * len(self._features)
-        ).reshape(-1, _CODES)
-        defaulted = int(counts[:, _DEFAULT].sum())
-        counts[:, _GPU] = sizes - counts.sum(axis=1)
-        found = np.argwhere(counts).tolist()
-        answers = [(self._features[i].table, code, int(counts[i, code])) for i, code in found]
-        names = [self._features[i].name for i, _ in found]
+    def finish(self) -> int:
+        """Report the sources of the rows; return the number of defaulted keys: deleted ones."""
+        answers = [(self._features[i].table, code, n) for i, code, n in self._answers]
+        names = [self._features[i].name for i, _, _ in self._answers]
         self._meter.counted(answers, time.perf_counter() - self._started, names)
-        return defaulted
+        return sum(n for _, code, n in self._answers if code == Source.DEFAULT)
 
-    def _gather(self, misses: Sequence[NDArray[np.int64]], stream: Any) -> bool:
-        """Copy the missing rows to the device in one launch, if host memory has all of them."""
-        if self._refill is None or not self._host.is_due():
-            return False
-        targets = self._refill.allocate(misses)
-        asks = [
-            (feature.table, keys[left], target)
-            for feature, keys, left, target in zip(
-                self._features, self.keys, misses, targets, strict=True
-            )
-            if len(left)
-        ]
-        if not self._host.gather(asks):
-            return False
-        self._refill.launch(stream)
-        return True
+    def _count(self, report: MissReport) -> None:
+        """Note the sources of the rows found on the device and in memory."""
+        self._answers = answered(self._used, report, self._host.code)
 
     def _bring(
-        self, misses: Sequence[NDArray[np.int64]], stream: Any, deadline: float | None
+        self, left: Sequence[NDArray[np.int64]], stream: Any, deadline: float | None
     ) -> bool:
-        """Fetch the missing rows through the bridge; False if some are still missing."""
-        if self._host.bridge is None:
-            return False
-        fetch = self._fetch
+        """Fetch the remaining rows through the bridge; False if some are still missing."""
         parts = [
-            Part(f.table, fetch.keys[i], fetch.rows[i], fetch.versions[i], fetch.sources[i], left)
-            for i, (f, left) in enumerate(zip(self._features, misses, strict=True))
-            if len(left)
+            Part(feature.table, keys, rows, NO_VERSIONS, source, own)
+            for feature, keys, rows, source, own in zip(
+                self._features, self._arrays, self._rows, self._own_sources, left, strict=True
+            )
         ]
-        self._host.bridge.fetch(parts, FetchContext(deadline, stream))
-        return not any(len(part.missing) for part in parts)
+        codes = fetch_over_bridge(self._host.bridge, self._space, parts, stream, deadline)
+        for i, own in enumerate(codes or ()):
+            self._answers += bridged(i, own)
+        return codes is not None
+
+
+def fetch_over_bridge(
+    bridge: Tier | None,
+    space: Any,
+    parts: Sequence[Part],
+    stream: Any,
+    deadline: float | None,
+) -> list[NDArray[np.uint8]] | None:
+    """Fetch the misses of ``parts``; return each part's source codes at them, None if some stay missing."""
+    searched = [part.missing for part in parts]
+    if bridge is None:
+        return None
+    bridge.fetch([part for part in parts if len(part.missing)], FetchContext(deadline, stream))
+    if any(len(part.missing) for part in parts):
+        return None
+    return [
+        space.to_host(part.source, stream)[positions] if len(positions) else _NO_CODES
+        for part, positions in zip(parts, searched, strict=True)
+    ]
+
+
+def answered(sizes: NDArray[np.int64], report: MissReport, code: int) -> list[tuple[int, int, int]]:
+    """Return ``(feature, source code, keys)`` for rows of the device and of host memory, ``code``."""
+    missed, found = report.counts[:, 0], report.counts[:, 1]
+    answers = [(i, int(Source.GPU), n) for i, n in enumerate((sizes - missed).tolist()) if n]
+    return answers + [(i, code, n) for i, n in enumerate(found.tolist()) if n]
+
+
+def bridged(feature: int, codes: NDArray[np.uint8]) -> list[tuple[int, int, int]]:
+    """Return the same for the source ``codes`` of one feature's keys."""
+    counts = np.bincount(codes)
+    return [(feature, code, int(counts[code])) for code in np.flatnonzero(counts).tolist()]

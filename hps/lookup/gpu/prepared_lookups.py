@@ -6,7 +6,6 @@ import queue
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,41 +14,53 @@ from hps.backoff import CallBackoff
 from hps.bounded_memo import memoize
 from hps.errors import Unavailable
 from hps.lookup.base import Feature
-from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, HostCaches, prepared_pooling
+from hps.lookup.gpu.miss_fill import (
+    DeviceBags,
+    FilledFetch,
+    HostCaches,
+    block_offsets,
+    prepared_pooling,
+)
+from hps.lookup.gpu.vector_lookups import PreparedVectors, VectorLookups
+from hps.lookup.pooling import is_pooled
 from hps.observability.meters import LookupMeter
 from hps.tiers.wrappers import FetchObserver
 from hps.types import JaggedKeys, LookupResult, Source
 
 _INT64 = np.dtype(np.int64)
-_ALIGN = 256
 _PREPARED_KEPT = 64
 _GPU = int(Source.GPU)
 
-Signature = tuple[tuple[str, int, int], ...]
+Signature = tuple[tuple[str, int, int, bool], ...]
 
 
 def request_signature(features: Mapping[str, JaggedKeys]) -> Signature | None:
-    """Return the names, numbers of keys and batches of a request.
+    """Return the names, numbers of keys and batches of a request, and whether keys are on the host.
 
     None for requests with offsets, weights, keys that need conversion, or features without keys."""
     found = []
     for name, keys in features.items():
-        plain = keys.offsets is None and keys.weights is None and keys.keys.dtype == _INT64
-        if not plain or not len(keys.keys):
+        flat = keys.keys
+        plain = keys.offsets is None and keys.weights is None and flat.dtype == _INT64
+        on_host = type(flat) is np.ndarray
+        if not plain or not len(flat) or not (on_host or flat.flags.c_contiguous):
             return None
-        found.append((name, len(keys.keys), keys.batch))
+        found.append((name, len(flat), keys.batch, on_host))
     return tuple(found)
 
 
 @dataclass(slots=True)
-class _PreparedDeviceLookup:
+class _PreparedPooled:
     """A prepared pooling into one block, the fetch for misses, and each feature's position in the block."""
 
     pooled: Any
     block: Any
-    slices: list[tuple[str, int, int, Any, tuple[int, ...]]]
+    places: list[tuple[str, int, tuple[int, int], Any]]
     bags: list[DeviceBags]
     fetched: FilledFetch | None = None
+
+
+_Prepared = _PreparedPooled | PreparedVectors
 
 
 class PreparedDeviceLookups:
@@ -58,11 +69,10 @@ class PreparedDeviceLookups:
     def __init__(
         self, device: Any, host: HostCaches, observe: FetchObserver | None, meter: LookupMeter
     ) -> None:
-        self._device = device
-        self._host = host
-        self._observe = observe
-        self._meter = meter
-        self._prepared: dict[Any, queue.SimpleQueue[_PreparedDeviceLookup]] = {}
+        self._device, self._space, self._host = device, device.space, host
+        self._observe, self._meter = observe, meter
+        self._vectors = VectorLookups(device, host, observe, meter)
+        self._prepared: dict[Any, queue.SimpleQueue[_Prepared]] = {}
         self._backoff = CallBackoff()
         self._fetch_backoff = CallBackoff()
         self._closed = False
@@ -81,53 +91,84 @@ class PreparedDeviceLookups:
     ) -> LookupResult | None:
         """Return the vectors of ``features`` as new arrays, complete; None if a row is not in memory.
 
-        ``key`` distinguishes requests that differ in more than their keys."""
+        ``key`` distinguishes requests that differ in more than their keys. Keys on the device are read after
+        the work on the thread's current stream."""
         if self._closed:
             raise Unavailable("the GPU cache is closed")
-        pooling, fetching = self._backoff.is_due(), self._fetch_backoff.is_due()
-        if not (pooling or fetching):
-            return None
-        space = self._device.space
         idle = self._prepared.get(key)
         if idle is None:
             idle = memoize(self._prepared, key, queue.SimpleQueue(), _PREPARED_KEPT)
+        space = self._space
         stream = space.take_stream()
-        result = None
         with space.device:
             try:
                 prepared = idle.get_nowait()
             except queue.Empty:
                 prepared = self._prepare(features, keys)
             try:
-                if pooling:
-                    result = self._pool(prepared, features, keys, stream)
-                    self._backoff.record(worked=result is not None)
-                if result is None and fetching:
-                    result = self._fetch(prepared, features, keys, stream, deadline)
-                    self._fetch_backoff.record(worked=result is not None)
+                arrays = [f.shift(mine.keys) for f, mine in zip(features, keys, strict=True)]
+                if not all(type(array) is np.ndarray for array in arrays):
+                    space.after_current(stream)
+                if isinstance(prepared, PreparedVectors):
+                    return self._look_up_vectors(prepared, features, arrays, stream, deadline)
+                return self._look_up_pooled(prepared, features, arrays, stream, deadline)
             finally:
                 stream.synchronize()  # its next user may have another stream
                 idle.put(prepared)
                 space.give_back(stream)
+
+    def _look_up_vectors(
+        self,
+        prepared: PreparedVectors,
+        features: Sequence[Feature],
+        arrays: Sequence[Any],
+        stream: Any,
+        deadline: float | None,
+    ) -> LookupResult | None:
+        if not self._fetch_backoff.is_due():
+            return None
+        result = self._vectors.lookup(prepared, features, arrays, stream, deadline)
+        self._fetch_backoff.record(worked=result is not None)
+        return result
+
+    def _look_up_pooled(
+        self,
+        prepared: _PreparedPooled,
+        features: Sequence[Feature],
+        arrays: Sequence[Any],
+        stream: Any,
+        deadline: float | None,
+    ) -> LookupResult | None:
+        result = None
+        if self._backoff.is_due():
+            result = self._pool(prepared, features, arrays, stream)
+            self._backoff.record(worked=result is not None)
+        if result is None and self._fetch_backoff.is_due():
+            result = self._fetch(prepared, arrays, stream, deadline)
+            self._fetch_backoff.record(worked=result is not None)
         return result
 
     def _pool(
         self,
-        prepared: _PreparedDeviceLookup,
+        prepared: _PreparedPooled,
         features: Sequence[Feature],
-        keys: Sequence[JaggedKeys],
+        arrays: Sequence[Any],
         stream: Any,
     ) -> LookupResult | None:
         """Pool from the device alone."""
         started = time.perf_counter()
-        for feature, mine, buffer in zip(features, keys, prepared.pooled.keys, strict=True):
-            buffer[:] = feature.shift(mine.keys)
-        prepared.pooled.launch(stream)
+        on_device = {}
+        for i, (mine, buffer) in enumerate(zip(arrays, prepared.pooled.keys, strict=True)):
+            if type(mine) is np.ndarray:
+                buffer[:] = mine
+            else:
+                on_device[i] = self._space.address(mine)
+        prepared.pooled.launch(stream, on_device)
         result = LookupResult(self._copied_vectors(prepared, stream))
         if prepared.pooled.missing():
             return None
         seconds = time.perf_counter() - started
-        counts = [(f.table, len(k.keys)) for f, k in zip(features, keys, strict=True)]
+        counts = [(f.table, len(mine)) for f, mine in zip(features, arrays, strict=True)]
         names = [feature.name for feature in features]
         self._meter.counted([(table, _GPU, n) for table, n in counts], seconds, names)
         if self._observe is not None:
@@ -136,9 +177,8 @@ class PreparedDeviceLookups:
 
     def _fetch(
         self,
-        prepared: _PreparedDeviceLookup,
-        features: Sequence[Feature],
-        keys: Sequence[JaggedKeys],
+        prepared: _PreparedPooled,
+        arrays: Sequence[Any],
         stream: Any,
         deadline: float | None,
     ) -> LookupResult | None:
@@ -147,40 +187,40 @@ class PreparedDeviceLookups:
         if fetched is None:
             arguments = self._device, self._host, prepared.bags, self._observe, self._meter
             fetched = prepared.fetched = FilledFetch(*arguments)
-        for feature, mine, buffer in zip(features, keys, fetched.keys, strict=True):
-            buffer[:] = feature.shift(mine.keys)
-        if not fetched.run(stream, deadline):
+        if not fetched.run(stream, deadline, arrays=arrays):
             return None
         vectors = self._copied_vectors(prepared, stream)
         return LookupResult(vectors, defaulted=fetched.finish())
 
-    def _copied_vectors(self, prepared: _PreparedDeviceLookup, stream: Any) -> dict[str, Any]:
+    def _copied_vectors(self, prepared: _PreparedPooled, stream: Any) -> dict[str, Any]:
         """Copy the block's vectors to new arrays; waits for the stream."""
-        space = self._device.space
+        space = self._space
         fresh = space.empty((len(prepared.block),), np.uint8, stream)
         space.assign(fresh, prepared.block, stream)
         stream.synchronize()
         return {
-            name: fresh[start:stop].view(dtype).reshape(shape)
-            for name, start, stop, dtype, shape in prepared.slices
+            name: space.array(fresh, at, shape, dtype) for name, at, shape, dtype in prepared.places
         }
 
-    def _prepare(
-        self, features: Sequence[Feature], keys: Sequence[JaggedKeys]
-    ) -> _PreparedDeviceLookup:
-        shapes: list[tuple[int, ...]] = [
+    def _prepare(self, features: Sequence[Feature], keys: Sequence[JaggedKeys]) -> _Prepared:
+        on_device = [type(mine.keys) is not np.ndarray for mine in keys]
+        pairs = list(zip(features, keys, strict=True))
+        if not any(is_pooled(feature.pooling, mine) for feature, mine in pairs):
+            return self._vectors.prepare(features, keys, on_device)
+        shapes = [
             (len(mine.keys) if f.pooling == "none" else mine.batch, f.table.dim)
-            for f, mine in zip(features, keys, strict=True)
+            for f, mine in pairs
         ]
-        sizes = [shape[0] * f.table.row_bytes for shape, f in zip(shapes, features, strict=True)]
-        ends = np.cumsum([0, *(-(-size // _ALIGN) * _ALIGN for size in sizes)]).tolist()
-        block = self._device.space.bytes(ends[-1])
-        slices, bags = [], []
-        for feature, mine, shape, size, (start, _) in zip(
-            features, keys, shapes, sizes, pairwise(ends), strict=True
+        offsets, size = block_offsets(
+            [n * f.table.row_bytes for (n, _), f in zip(shapes, features, strict=True)]
+        )
+        block = self._space.bytes(size)
+        places, bags = [], []
+        for (feature, mine), shape, at, there in zip(
+            pairs, shapes, offsets, on_device, strict=True
         ):
             dtype, n = feature.table.dtype, len(mine.keys)
-            out = block[start : start + size].view(dtype).reshape(shape)
-            bags.append(DeviceBags(feature, n, n // shape[0], out))
-            slices.append((feature.name, start, start + size, dtype, shape))
-        return _PreparedDeviceLookup(prepared_pooling(self._device, bags), block, slices, bags)
+            out = self._space.array(block, at, shape, dtype)
+            bags.append(DeviceBags(feature, n, n // shape[0], out, there))
+            places.append((feature.name, at, shape, dtype))
+        return _PreparedPooled(prepared_pooling(self._device, bags), block, places, bags)

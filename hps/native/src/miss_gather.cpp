@@ -34,11 +34,19 @@ struct Piece {
 std::size_t gather_group(const MissList& list, std::size_t part, const std::int64_t* keys,
                          const std::uint32_t* order, std::size_t n) {
   const CacheTable* table = list.parts[part].table;
-  if (table != nullptr)
-    return table->gather_each(keys, order, n,
-                              {list.rows, list.stride, list.sources, list.code, kUnanswered});
-  for (std::size_t i = 0; i < n; ++i) list.sources[order[i]] = kUnanswered;
-  return n;
+  std::size_t unanswered = n;
+  if (table != nullptr) {
+    unanswered = table->gather_each(keys, order, n,
+                                    {list.rows, list.stride, list.sources, list.code, kUnanswered});
+  } else {
+    for (std::size_t i = 0; i < n; ++i) list.sources[order[i]] = kUnanswered;
+  }
+  if (list.counts != nullptr) {
+    std::uint32_t* counts = list.counts + 2 * part;
+    __atomic_fetch_add(counts, static_cast<std::uint32_t>(n), __ATOMIC_RELAXED);
+    __atomic_fetch_add(counts + 1, static_cast<std::uint32_t>(n - unanswered), __ATOMIC_RELAXED);
+  }
+  return unanswered;
 }
 
 // Gathers those misses of a piece that are of kPartsSorted parts from `lowest` on.

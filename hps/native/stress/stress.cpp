@@ -165,8 +165,12 @@ struct Soak {
       positions[i] = static_cast<std::uint32_t>(i * 7 % n);
     const std::size_t m = positions.size(), stride = row_bytes + 8;
     std::vector<std::uint8_t> rows(m * stride), sources(m);
+    std::uint32_t counts[4] = {};
     std::size_t unanswered = hps::gather_misses(
-        {parts, 2, positions.data(), nullptr, m, rows.data(), stride, sources.data(), 2}, workers);
+        {parts, 2, positions.data(), nullptr, m, rows.data(), stride, sources.data(), 2, counts},
+        workers);
+    if (counts[0] + counts[2] != m || counts[1] + counts[3] + unanswered != m)
+      fail("the misses were counted wrongly");
     for (std::size_t i = 0; i < m; ++i) {
       if (sources[i] == 2) {
         format.check(keys[positions[i]], &rows[i * stride]);

@@ -79,7 +79,7 @@ class _BatchProgram:
             return False
         self.binding.run_prepared()
         # A request reports its deleted keys, and a batch does not say whose they are.
-        return filled.finish(used) == 0
+        return filled.finish() == 0
 
 
 class LanePrograms:

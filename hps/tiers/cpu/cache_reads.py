@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.cuda.miss_fill import MissBatch
 from hps.errors import BadRequest
-from hps.native import COMPILED, CacheTable, gather_all
+from hps.native import COMPILED, CacheTable, WorkerPool, gather_all, gather_misses
 from hps.tiers.base import Ask, Bags, FetchContext, Part, TierInfo
 from hps.tiers.checks import check_bags, check_gather, check_part
 from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, oldest_tombstone
@@ -81,6 +82,24 @@ class CacheReads:
             self._check(asks, bags)  # raises an error that says why the arrays were rejected
             raise
         return True
+
+    def gather_misses(self, batch: MissBatch, pool: WorkerPool | None = None) -> int:
+        """Write the rows that this cache has of a batch of misses; see `MissBatch`.
+
+        Returns the number of keys without a row, which includes deleted keys. Counts as a use of the rows.
+        ``pool``: threads to gather with; None: the caller's alone."""
+        return gather_misses(
+            [self._tables.get(table) for table in batch.tables],
+            batch.bases,
+            batch.keys,
+            batch.positions,
+            batch.rows,
+            batch.sources,
+            int(self.info.source),
+            batch.counts,
+            batch.listed,
+            pool,
+        )
 
     def complete(self, bags: Bags, rows: VectorArray) -> bool:
         """Pool again the bags with misses, with ``rows (m, dim)`` for the missing keys.

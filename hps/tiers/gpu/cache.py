@@ -15,17 +15,12 @@ from hps.cuda.fetch import PARTS, DirectFetch, FetchArguments, FetchVariant, Fet
 from hps.cuda.launch import NUMBERS
 from hps.cuda.layout import NO_ROW
 from hps.cuda.memory import allocate_buffers
-from hps.cuda.miss_fill import PreparedMissFill
+from hps.cuda.miss_fill import Gather, MissReport, MissRows
 from hps.cuda.pool import KernelBags, RowBags, pool, pool_rows
-from hps.cuda.prepared import (
-    FixedBags,
-    FixedRows,
-    PreparedFetch,
-    PreparedPooling,
-    PreparedRowPooling,
-)
+from hps.cuda.prepared import FixedBags, FixedRows, PreparedPooling, PreparedRowPooling
 from hps.cuda.table import GpuTable
 from hps.cuda.table_writer import WrittenRows
+from hps.cuda.vector_fetch import VectorFetch
 from hps.errors import TierTimeout, Unavailable
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.gpu.checks import (
@@ -43,6 +38,9 @@ from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, oldest_tombs
 
 _NUMBERS = FetchVariant(NUMBERS, stamp=False)
 _UNSTAMPED = FetchVariant(stamp=False)
+_NOTHING = np.empty(0, np.int64)
+_NOTHING.flags.writeable = False
+_Request = tuple[Part, FetchArguments]
 
 
 class GpuCache(GpuTables):
@@ -52,6 +50,9 @@ class GpuCache(GpuTables):
     ``missing`` may be NumPy or CuPy arrays, and ``missing`` is returned as a NumPy array. The mutating
     verbs take either kind. Torch tensors, and any object with ``__cuda_array_interface__`` or
     ``__dlpack__``, work too: their memory is read and filled without a copy.
+
+    ``versions`` and ``source`` may be None. Without versions a fetch takes two thirds of the time, and a
+    deleted key is a miss.
 
     `fetch` runs on the context's stream, else on the thread's current one, and synchronizes that stream
     once. It may be called from many threads in parallel with one writer. Fetches that begin after a write
@@ -71,6 +72,7 @@ class GpuCache(GpuTables):
         super().__init__(device)
         self._clock = clock
         self._workspaces: queue.SimpleQueue[FetchWorkspace | None] = queue.SimpleQueue()
+        self._miss_rows: queue.SimpleQueue[MissRows] = queue.SimpleQueue()
         self.direct = DirectFetch(self._readers)
         with self._device, allocate_buffers(f"{workspaces} workspaces"):
             for _ in range(workspaces):
@@ -81,27 +83,39 @@ class GpuCache(GpuTables):
     # -- reading ----------------------------------------------------------------------------------
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        requests, now = [], self._clock()
+        plain: list[_Request] = []
+        versioned: list[_Request] = []
+        now = self._clock()
         for part in parts:
             table = self._tables.get(part.table)
             if table is not None:
                 check_part(part, self._device.id)
                 if len(part.missing):
-                    requests.append((part, _fetch_arguments(part, table, now)))
-        if not requests:
+                    ask = _fetch_arguments(part, table, now)
+                    (plain if part.versions is None else versioned).append((part, ask))
+        if not plain and not versioned:
             return
         with self._device:
             stream = ctx.stream or self._cupy.cuda.get_current_stream()
             workspace = self._workspace(ctx)
             try:
-                for start in range(0, len(requests), PARTS):
-                    some = requests[start : start + PARTS]
-                    misses = workspace.fetch(
-                        self._readers, stream, [ask for _, ask in some], int(Source.GPU)
-                    )
-                    _distribute_misses([part for part, _ in some], misses)
+                for requests in (plain, versioned):
+                    for start in range(0, len(requests), PARTS):
+                        self._fetch_some(workspace, stream, requests[start : start + PARTS])
             finally:
                 self._workspaces.put(workspace)
+
+    def _fetch_some(
+        self, workspace: FetchWorkspace, stream: Any, requests: Sequence[_Request]
+    ) -> None:
+        misses = workspace.fetch(
+            self._readers, stream, [ask for _, ask in requests], int(Source.GPU)
+        )
+        if len(misses):
+            _distribute_misses([part for part, _ in requests], misses)
+        else:
+            for part, _ in requests:
+                part.missing = _NOTHING
 
     def pool(self, asks: Sequence[DevicePooling], stream: Any = None) -> bool:
         """Pool every table's keys straight into ``out``; see `DevicePooling`.
@@ -160,19 +174,36 @@ class GpuCache(GpuTables):
         with self._device:
             return PreparedPooling(self._readers, fixed)
 
-    def prepare_fetch(self, asks: Sequence[tuple[EmbeddingTable, int]]) -> PreparedFetch:
+    def prepare_vectors(
+        self,
+        asks: Sequence[tuple[EmbeddingTable, int]],
+        offsets: Sequence[int],
+        on_device: Sequence[bool],
+        sources: Any = None,
+    ) -> VectorFetch:
         """Prepare fetches that differ only in their keys; ``asks`` has the number of keys per table.
 
-        The tables must be in the cache and stay in it."""
+        See `VectorFetch`; ``sources (total,) uint8`` are on the device. The tables must be in the cache and
+        stay in it."""
+        requests = [(self.held(table), n) for table, n in asks]
+        codes = 0 if sources is None else sources.data.ptr
         with self._device:
-            return PreparedFetch(self._readers, [(self.held(table), n) for table, n in asks])
+            return VectorFetch(self._readers, requests, offsets, on_device, codes)
 
-    def prepare_refill(
-        self, fetch: PreparedFetch, tables: Sequence[EmbeddingTable], source: Source
-    ) -> PreparedMissFill:
-        """Prepare copies of host rows for the misses of a prepared fetch of ``tables``."""
-        with self._device:
-            return PreparedMissFill(fetch, tables, int(source))
+    def fill_misses(self, fetch: VectorFetch, stream: Any, gather: Gather) -> MissReport:
+        """Wait for ``fetch``, launched on ``stream``, and fill its misses with rows of ``gather``.
+
+        The last of these may still be on their way: wait for ``stream``. Thread-safe."""
+        try:
+            rows = self._miss_rows.get_nowait()
+        except queue.Empty:
+            with self._device:
+                rows = MissRows()
+        try:
+            with self._device:
+                return rows.fill(fetch, stream, gather)
+        finally:
+            self._miss_rows.put(rows)
 
     def prepare_rows(self, asks: Sequence[FixedRows]) -> PreparedRowPooling:
         """Prepare poolings of the rows of a prepared fetch."""
@@ -208,6 +239,9 @@ class GpuCache(GpuTables):
             while self._workspaces.get_nowait() is not None:
                 pass
         self._workspaces.put(None)
+        with suppress(queue.Empty):
+            while self._miss_rows.get_nowait() is not None:
+                pass
 
     # -- writing ----------------------------------------------------------------------------------
 

@@ -79,13 +79,15 @@ def check_part(part: Part, device: int) -> None:
     """Check every array of ``part``; outputs must be on ``device``.
 
     CuPy views replace other libraries' arrays in ``part``."""
-    if _is_valid_host_keyed(part, device):
+    if _is_valid(part, device):
         return
     table, n = part.table, len(part.keys)
     part.keys = check_array(table, "keys", part.keys, n, device)
     part.missing = check_array(table, "missing", part.missing, len(part.missing), device)
     for name in ("out", "versions", "source"):
         array = getattr(part, name)
+        if array is None and name != "out":
+            continue
         if not isinstance(array, np.ndarray):
             array = check_array(table, name, array, n, device)
         if isinstance(array, np.ndarray):
@@ -168,28 +170,39 @@ def _expected(table: EmbeddingTable, name: str, n: int) -> tuple[tuple[int, ...]
     return (n,), _DTYPES.get(name, _INT64)
 
 
-def _is_valid_host_keyed(part: Part, device: int) -> bool:
-    """Return whether ``part`` is valid and has its keys on the host: the fast path of `check_part`."""
-    keys: Any = part.keys
-    missing: Any = part.missing
-    out: Any = part.out
-    versions: Any = part.versions
-    source: Any = part.source
-    device_array, shape = cupy().ndarray, getattr(keys, "shape", None)
+def _is_valid(part: Part, device: int) -> bool:
+    """Return whether ``part`` has NumPy and CuPy arrays alone and is valid: the fast path of `check_part`."""
+    device_array, keys = cupy().ndarray, part.keys
+    on_device: list[Any] = [part.out]
+    if part.versions is not None:
+        on_device.append(part.versions)
+    if part.source is not None:
+        on_device.append(part.source)
+    if type(keys) is device_array:
+        on_device.append(keys)
+    elif type(keys) is not np.ndarray:
+        return False
+    if type(part.missing) is not np.ndarray:
+        return False
+    for array in on_device:
+        if not (
+            type(array) is device_array
+            and array.flags.c_contiguous
+            and array.data.device_id == device
+        ):
+            return False
+    n, shape = len(keys), keys.shape
     return (
-        type(out) is type(versions) is type(source) is device_array
-        and type(keys) is type(missing) is np.ndarray
-        and keys.dtype == missing.dtype == _INT64
-        and versions.dtype == _UINT64
-        and source.dtype == _UINT8
-        and out.dtype == part.table.dtype
-        and versions.shape == source.shape == shape
-        and out.shape == (len(keys), part.table.dim)
-        and missing.ndim == 1
+        keys.dtype == part.missing.dtype == _INT64
+        and len(shape) == part.missing.ndim == 1
+        and part.out.dtype == part.table.dtype
+        and part.out.shape == (n, part.table.dim)
+        and (part.versions is None or _matches(part.versions, shape, _UINT64))
+        and (part.source is None or _matches(part.source, shape, _UINT8))
         and keys.flags.c_contiguous
-        and missing.flags.c_contiguous
-        and out.flags.c_contiguous
-        and versions.flags.c_contiguous
-        and source.flags.c_contiguous
-        and out.data.device_id == versions.data.device_id == source.data.device_id == device
+        and part.missing.flags.c_contiguous
     )
+
+
+def _matches(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    return bool(array.dtype == dtype and array.shape == shape)

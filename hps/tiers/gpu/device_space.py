@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.array_inputs import device_number
 from hps.cuda.cuda_graph import CudaGraph, record
 from hps.cuda.loader import cupy
+from hps.errors import BadRequest
 from hps.tiers.base import Part
 from hps.types import EmbeddingTable, KeyArray
 
@@ -48,6 +50,7 @@ class DeviceSpace:
     def __init__(self, device: int) -> None:
         self._cupy = cupy()
         self.device = self._cupy.cuda.Device(device)
+        self.number = device
         self._streams: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def take_stream(self) -> Any:
@@ -61,6 +64,40 @@ class DeviceSpace:
     def give_back(self, stream: Any) -> None:
         self._streams.put(stream)
 
+    def after_current(self, stream: Any) -> None:
+        """Let ``stream`` wait for the work on the thread's current stream of this device."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(self._cupy.cuda.get_current_stream())
+        stream.wait_event(event)
+
+    def device_keys(self, name: str, keys: Any) -> Any:
+        """Return ``keys``, integers on a device, as a C-contiguous CuPy array of int64; None for others.
+
+        Takes CuPy and Torch arrays, and any with ``__cuda_array_interface__`` or ``__dlpack__``, without a
+        copy if they are int64 or uint64, which is reinterpreted. Raises BadRequest for keys that are not
+        integers, or on another device."""
+        cp = self._cupy
+        if not isinstance(keys, cp.ndarray):
+            if hasattr(keys, "__cuda_array_interface__"):
+                keys = cp.asarray(keys)
+            elif device_number(keys) is not None:
+                keys = cp.from_dlpack(keys)
+            else:
+                return None
+        if keys.dtype.kind not in "iu" or not keys.ndim:
+            raise BadRequest(
+                f"feature {name!r}: keys on a device must be integers (batch,) or (batch, hotness), got "
+                f"{keys.shape} {keys.dtype}"
+            )
+        if keys.data.device_id != self.number:
+            raise BadRequest(
+                f"feature {name!r}: the keys are on GPU {keys.data.device_id}, the rows on GPU "
+                f"{self.number}; copy the keys there"
+            )
+        if keys.dtype.itemsize == 8:
+            return cp.ascontiguousarray(keys).view(np.int64)
+        return cp.ascontiguousarray(keys, np.int64)
+
     def bytes(self, size: int) -> Any:
         """Allocate ``(size,) uint8`` of device memory, for use on any stream."""
         with self.device:
@@ -71,6 +108,28 @@ class DeviceSpace:
         with self.device:
             memory = self._cupy.cuda.alloc_pinned_memory(size)
         return np.frombuffer(memory, np.uint8, size)
+
+    def array(self, block: Any, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return the array at ``offset`` bytes of ``block``, whose memory it keeps."""
+        return self._cupy.ndarray(shape, dtype, block.data + offset)
+
+    def address(self, block: Any) -> int:
+        """Return the address of an array for kernels."""
+        return int(block.data.ptr)
+
+    def clear(self, array: Any, stream: Any) -> None:
+        """Fill ``array`` with zeros on ``stream``."""
+        array.data.memset_async(0, array.nbytes, stream)
+
+    def to_host(self, array: Any, stream: Any) -> NDArray[Any]:
+        """Copy ``array`` to the host, after the work on ``stream``."""
+        copy: NDArray[Any] = array.get(stream=stream)
+        return copy
+
+    def fill_rows(self, out: Any, positions: KeyArray, row: NDArray[Any], stream: Any) -> None:
+        """Write ``row (dim,)`` to the ``positions`` of ``out (n, dim)``, on ``stream``."""
+        with self.device, stream:
+            out[self._cupy.asarray(positions)] = self._cupy.asarray(row)
 
     def copy(self, to: int, source: int, nbytes: int, stream: Any) -> None:
         """Copy between two addresses, on host or device, asynchronously."""

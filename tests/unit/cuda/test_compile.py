@@ -20,8 +20,8 @@ EXPRESSIONS = {
             (8, 4, 0),
             (4, 2, 0),
         ]
-        for form in (launch.ROWS, launch.TIER, launch.NUMBERS)
-        for stamp, sweep in [(True, form < launch.NUMBERS), (False, False)]
+        for form in (launch.ROWS, launch.TIER, launch.NUMBERS, launch.VECTORS)
+        for stamp, sweep in [(True, form != launch.NUMBERS), (False, False)]
         for name in (
             launch.fetch_name(tile, unit, moves, form, stamp=stamp, sweep=sweep),
             launch.sweep_name(tile, unit, moves),
@@ -42,7 +42,12 @@ EXPRESSIONS = {
         for tile in (4, 8, 16, 32)
         for unit in (4, 1)
     ],
-    "scatter.cu": [f"scatter_kernel<{tile}, {unit}>" for tile in (4, 8, 32) for unit in (16, 4, 2)],
+    "scatter.cu": [
+        f"{name}<{tile}, {unit}>"
+        for name in ("scatter_kernel", "place_kernel")
+        for tile in (4, 8, 32)
+        for unit in (16, 4, 2)
+    ],
     "scan.cu": [
         *("clear_kernel", "export_kernel"),
         *(f"gather_kernel<{threads}, {unit}>" for threads in (2, 4, 8) for unit in (16, 4, 2)),

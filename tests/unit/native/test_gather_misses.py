@@ -29,12 +29,19 @@ def filled(rows):
     return tables
 
 
-def gather(function, tables, keys, positions, stride, pool=None):
+def gather(function, tables, keys, positions, stride, pool=None, listed=False):
+    """The results of a gather from parts with ``keys``, one array per table."""
     rows = np.full((len(positions), stride), 7, np.uint8)
-    sources = np.zeros(len(positions), np.uint8)
-    left = function(tables, keys, positions, rows, sources, 3, pool)
+    sources, counts = np.zeros(len(positions), np.uint8), np.ones((len(tables), 2), np.uint32)
+    bases = np.cumsum([0, *map(len, keys)])[:-1].astype(np.uint32)
+    flat = np.concatenate(keys)
+    if listed:
+        flat = flat[positions]
+    left = function(
+        tables, bases, flat, positions, rows, sources, 3, counts, listed=listed, pool=pool
+    )
     rows[sources == twin_misses.UNANSWERED] = 0  # undefined
-    return left, rows.tolist(), sources.tolist()
+    return left, rows.tolist(), sources.tolist(), counts.tolist()
 
 
 @settings(deadline=None, max_examples=60)
@@ -60,8 +67,11 @@ def test_both_twins_gather_the_same_rows_of_any_parts_in_any_order(parts, data):
     results = []
     for which, function in ((0, native.gather_misses), (1, twin_misses.gather_misses)):
         tables = [None if at is None else held[at][which] for at, _ in parts]
-        results.append(gather(function, tables, keys, positions, 520))
-    assert results[0] == results[1]
+        results += [
+            gather(function, tables, keys, positions, 520, listed=listed)
+            for listed in (False, True)
+        ]
+    assert results[0] == results[1] == results[2] == results[3]
 
 
 def large_batch(tables=70, per_table=400, seed=1):
@@ -122,9 +132,11 @@ def test_a_gather_beside_a_writer_returns_whole_rows():
     pool = native.WorkerPool(2)
     positions = np.random.default_rng(1).permutation(n).astype(np.uint32)
     rows, sources = np.zeros((n, 128), np.uint8), np.zeros(n, np.uint8)
-    found = 0
+    found, bases, counts = 0, np.zeros(1, np.uint32), np.zeros((1, 2), np.uint32)
     for _ in range(200):
-        left = native.gather_misses([table], [keys], positions, rows, sources, 3, pool)
+        left = native.gather_misses(
+            [table], bases, keys, positions, rows, sources, 3, counts, pool=pool
+        )
         assert left == np.count_nonzero(sources == 255)
         values = rows.view(np.float32)[sources == 3]
         found += len(values)
@@ -151,11 +163,13 @@ def arguments():
     n = len(positions)
     return {
         "tables": [compiled, None],
-        "keys": keys,
+        "bases": np.array([0, 10], np.uint32),
+        "keys": np.concatenate(keys),
         "positions": positions,
         "rows": np.zeros((n, 128), np.uint8),
         "sources": np.zeros(n, np.uint8),
         "code": 3,
+        "counts": np.zeros((2, 2), np.uint32),
     }
 
 
@@ -164,7 +178,11 @@ def arguments():
     [
         ("tables", [None]),
         ("tables", ["no table", None]),
-        ("keys", [np.zeros(10, np.int32), np.zeros(10, np.int64)]),
+        ("bases", np.array([0], np.uint32)),
+        ("bases", np.array([1, 10], np.uint32)),
+        ("keys", np.zeros(20, np.int32)),
+        ("counts", np.zeros((2, 1), np.uint32)),
+        ("listed", True),
         ("positions", np.full(20, 20, np.uint32)),
         ("positions", np.zeros(19, np.uint32)),
         ("rows", np.zeros((20, 127), np.uint8)),
@@ -173,11 +191,28 @@ def arguments():
 )
 def test_arguments_that_do_not_fit_are_rejected(name, value):
     native.gather_misses(**arguments())
+    changed = arguments() | {name: value}
+    if name == "listed":
+        changed["keys"] = changed["keys"][:19]
     with pytest.raises((TypeError, ValueError)):
-        native.gather_misses(**(arguments() | {name: value}))
+        native.gather_misses(**changed)
 
 
 def test_a_pool_needs_a_thread():
     for pool in (native.WorkerPool, twin_misses.WorkerPool):
         with pytest.raises(ValueError, match="threads must be at least 1"):
             pool(0)
+
+
+@pytest.mark.parametrize("copy", [native.copy_keys, twin_misses.copy_keys])
+@pytest.mark.parametrize("sizes", [[0], [3], [5, 0, 7], [200_000, 1, 70_000, 131_072]])
+def test_keys_are_copied_one_array_after_the_other(copy, sizes):
+    rng, pools = np.random.default_rng(2), [None, native.WorkerPool(3)]
+    arrays = [rng.integers(-(2**63), 2**63, n) for n in sizes]
+    for pool in pools:
+        out = np.zeros(sum(sizes) + 2, np.int64)
+        assert copy(arrays, out, pool) == sum(sizes)
+        np.testing.assert_array_equal(out[:-2], np.concatenate(arrays))
+        assert out[-2:].tolist() == [0, 0]
+        with pytest.raises(ValueError, match="out must hold all keys"):
+            copy([*arrays, arrays[0], np.zeros(3, np.int64)], out[: sum(sizes)], pool)

@@ -28,6 +28,7 @@ struct MissList {
   std::size_t stride;     // bytes; at least the longest row
   std::uint8_t* sources;  // (n,) receives `code`, or kUnanswered for a key without a row
   std::uint8_t code;
+  std::uint32_t* counts;  // or null: 2 per part, to which its misses and the rows found are added
 };
 
 constexpr std::uint8_t kUnanswered = 255;  // launch.UNANSWERED

@@ -591,7 +591,7 @@ def test_closed_cache_gives_its_memory_back_while_it_lives():
     cache = GpuCache({table: 1_000_000})
     keys = np.arange(1000)
     cache.insert(table, keys, distinct_rows(table, keys), versions_of(keys))
-    prepared = cache.prepare_fetch([(table, 100)])
+    prepared = cache.prepare_vectors([(table, 100)], [0], [False])
     assert cp.cuda.runtime.memGetInfo()[0] < before - (1 << 27)
     cache.close()
     del prepared

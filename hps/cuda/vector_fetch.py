@@ -1,0 +1,284 @@
+"""Prepared fetches of rows into the caller's memory; the host fills the rows that the cache misses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from operator import or_
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.cuda import launch
+from hps.cuda.fetch import PART, PARTS_AT, FetchKernels
+from hps.cuda.launch import (
+    FETCH_ARGS,
+    PARTS,
+    PLACE_ARGS,
+    blocks_of,
+    moves_of,
+    tile_of,
+    unit_of,
+    windows_of,
+)
+from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
+from hps.cuda.reader_events import ReaderEvents
+from hps.cuda.scatter import tile_of_rows
+from hps.cuda.table import GpuTable
+from hps.types import KeyArray
+
+CHUNK_KEYS = 1 << 18
+"""Keys on the host are copied to pinned memory in chunks of so many, while the device, which reads them
+there, fetches the chunk before."""
+_COUNT_BY_COPY = 1 << 16
+"""From so many keys on a copy brings the number of misses: counting the blocks that have ended delays
+each block until its slowest key is done."""
+
+CopyKeys = Callable[[list[KeyArray], NDArray[np.int64]], object]
+"""Copies arrays of keys to one array, one after the other."""
+
+
+class VectorFetch:
+    """A prepared fetch of ``n`` keys of each table, without versions. One thread at a time, on the current
+    device.
+
+    ``offsets``: the position of each table's rows ``(n, dim)`` in a block of device memory, in bytes, a
+    multiple of 16. ``on_device``: whether each table's keys are on the device. ``sources``: the address of
+    ``(total,) uint8`` on the device for the source code of each row that the cache has, or 0.
+
+    The caller fills ``keys``, ``(n,) int64`` of pinned memory per table, or passes arrays to `launch`. The
+    tables must not be freed. Large fetches run in several ``chunks``, one after the other.
+    """
+
+    def __init__(
+        self,
+        readers: ReaderEvents,
+        requests: Sequence[tuple[GpuTable, int]],
+        offsets: Sequence[int],
+        on_device: Sequence[bool],
+        sources: int = 0,
+    ) -> None:
+        cp = cupy()
+        self.readers = readers
+        self.requests, self.offsets, self.on_device = list(requests), list(offsets), on_device
+        self.sources = sources
+        self.total = sum(n for _, n in requests)
+        self.lists_keys = any(on_device)
+        self.flat, self.flat_at = _pinned(self.total, np.int64, needed=not all(on_device))
+        ends = np.cumsum([n for _, n in requests]).tolist()
+        self.starts = [end - n for (_, n), end in zip(requests, ends, strict=True)]
+        self.keys = [self.flat[end - n : end] for (_, n), end in zip(requests, ends, strict=True)]
+        most = self.total if all(on_device) else CHUNK_KEYS
+        self.chunks = [_Chunk(self, pieces) for pieces in _split(requests, most)]
+        cp.cuda.get_current_stream().synchronize()
+
+    def launch(
+        self,
+        stream: Any,
+        block: int,
+        arrays: Sequence[Any] | None = None,
+        copy_keys: CopyKeys | None = None,
+        used: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Fetch to the block at the address ``block``, on ``stream``, without waiting. Counts as a use of
+        the keys.
+
+        ``arrays``: each table's keys ``(n,) int64``, on host or device, contiguous; None if they are in
+        ``keys``. ``copy_keys`` copies those on the host. ``used (tables,)``: how many of each table's keys
+        to fetch, the first ones; None: all."""
+        for chunk in self.chunks:
+            if arrays is not None:
+                chunk.take_keys(arrays, copy_keys or _copy_keys)
+            chunk.launch(stream, block, used)
+
+
+_Piece = tuple[int, int, int]
+"""Keys of one chunk: the number of their table, and their range among its keys."""
+
+
+def _split(requests: Sequence[tuple[GpuTable, int]], most: int) -> list[list[_Piece]]:
+    """Divide the keys into chunks of at most ``most`` keys and `PARTS` tables."""
+    chunks: list[list[_Piece]] = [[]]
+    left = most
+    for index, (_, n) in enumerate(requests):
+        start = 0
+        while start < n:
+            if not left or len(chunks[-1]) == PARTS:
+                chunks.append([])
+                left = most
+            taken = min(n - start, left)
+            chunks[-1].append((index, start, start + taken))
+            start, left = start + taken, left - taken
+    return chunks
+
+
+class _Chunk:
+    """One launch of a fetch, and the list of its misses.
+
+    ``tables`` and ``bases``: its parts' tables, and the position of each part's first key among the keys
+    of the chunk. ``indices``: the parts' numbers among the fetch's tables. ``first``, ``last``: its range of
+    keys."""
+
+    def __init__(self, fetch: VectorFetch, pieces: Sequence[_Piece]) -> None:
+        self._fetch, self._pieces = fetch, pieces
+        held = [fetch.requests[index][0] for index, _, _ in pieces]
+        self._held = held
+        self.tables = [table.table for table in held]
+        self.indices = np.array([index for index, _, _ in pieces], np.int64)
+        self.starts = [start for _, start, _ in pieces]
+        sizes = [stop - start for _, start, stop in pieces]
+        ends = np.cumsum(sizes)
+        self.bases = (ends - sizes).astype(np.uint32)
+        self._sizes, self._first_keys = np.array(sizes), np.array(self.starts)
+        self.first = fetch.starts[pieces[0][0]] + pieces[0][1]
+        self.last = self.first + int(ends[-1])
+        self._offsets = np.array(
+            [
+                fetch.offsets[index] + start * table.table.row_bytes
+                for (index, start, _), table in zip(pieces, held, strict=True)
+            ],
+            np.uint64,
+        )
+        self._prepare_results(int(ends[-1]))
+        self._prepare_fetch(sizes)
+        self._prepare_place()
+
+    # -- preparation ------------------------------------------------------------------------------
+
+    def _prepare_results(self, n: int) -> None:
+        cp = cupy()
+        self._counts = cp.zeros(2, np.uint32)
+        self._result, result_at = _pinned(1, np.uint32)
+        self._positions, self.positions_at = _pinned(n, np.uint32)
+        self._miss_keys, keys_at = _pinned(n, np.int64, needed=self._fetch.lists_keys)
+        self._end = cp.cuda.Event(disable_timing=True)
+        self._args = args = KernelStruct(FETCH_ARGS)
+        args["misses"], args["miss_keys"] = self.positions_at, keys_at
+        args["miss_count"] = self._counts.data.ptr
+        self._result_at = result_at
+        self._counted_by_copy = n >= _COUNT_BY_COPY
+        if not self._counted_by_copy:
+            args["result"], args["done"] = result_at, self._counts.data.ptr + 4
+
+    def _prepare_fetch(self, sizes: Sequence[int]) -> None:
+        fetch, args, held = self._fetch, self._args, self._held
+        n, widths = sum(sizes), [table.table.row_bytes for table in held]
+        tile, unit = tile_of(max(widths), n), unit_of(reduce(or_, widths))
+        self._device_parts = []
+        self._blocks = 0
+        for part, ((index, start, _), table, size) in enumerate(
+            zip(self._pieces, held, sizes, strict=True)
+        ):
+            keys_at = fetch.flat_at + 8 * (fetch.starts[index] + start)
+            if fetch.on_device[index]:
+                self._device_parts.append((part, index, 8 * start))
+            source = fetch.sources and fetch.sources + fetch.starts[index] + start
+            PART.pack_into(
+                args.array.data,
+                PARTS_AT + part * PART.size,
+                *(*table.pointers, keys_at, 0, 0, 0, source, 0, *table.sizes),
+                *(size, self.bases[part], self._blocks, 0, table.stamping, launch.GPU_CODE),
+            )
+            self._blocks += blocks_of(size, tile)
+        args["parts"] = len(held)
+        parts = args.array["part"][: len(held)]
+        self._now, self._outs, self._keys = parts["now"], parts["out"], parts["keys"]
+        self._ns = parts["n"]
+        alike = len(set(widths)) == 1
+        self._kernels = FetchKernels(
+            tile,
+            unit,
+            moves_of(widths[0], tile, unit) if alike else 0,
+            launch.VECTORS,
+            stamp=any(table.stamping for table in held),
+        )
+        self._windows = windows_of(max(table.shape.host_bytes for table in held), n)
+        self._later = cupy().empty(n, np.uint32) if self._windows > 1 else None
+
+    def _prepare_place(self) -> None:
+        self.stride = -(-max(table.row_bytes for table in self.tables) // 16) * 16
+        self._place_tile, unit = tile_of_rows(self.tables)
+        self._place_args = args = KernelStruct(PLACE_ARGS)
+        args["stride"], args["parts"] = self.stride, len(self.tables)
+        parts = args.array["part"][: len(self.tables)]
+        parts["base"], parts["row_bytes"] = self.bases, [table.row_bytes for table in self.tables]
+        parts["source"] = self._args.array["part"]["source"][: len(self.tables)]
+        self._place_outs = parts["out"]
+        self._place: CudaKernel = kernel(f"place_kernel<{self._place_tile}, {unit}>")
+
+    # -- fetching ---------------------------------------------------------------------------------
+
+    def take_keys(self, arrays: Sequence[Any], copy_keys: CopyKeys) -> None:
+        """Copy the chunk's keys from host ``arrays`` to pinned memory; note where those on the device are."""
+        fetch = self._fetch
+        for part, index, offset in self._device_parts:
+            self._keys[part] = arrays[index].data.ptr + offset
+        if len(self._device_parts) == len(self._pieces):
+            return
+        if self._device_parts:
+            for index, start, stop in self._pieces:
+                if not fetch.on_device[index]:
+                    fetch.keys[index][start:stop] = arrays[index][start:stop]
+            return
+        mine = [arrays[index][start:stop] for index, start, stop in self._pieces]
+        copy_keys(mine, fetch.flat[self.first : self.last])
+
+    def launch(self, stream: Any, block: int, used: NDArray[np.int64] | None) -> None:
+        self._ns[:] = self._sizes
+        if used is not None:
+            self._ns[:] = np.clip(used[self.indices] - self._first_keys, 0, self._sizes)
+        self._now[:] = [table.now for table in self._held]
+        np.add(self._offsets, np.uint64(block), out=self._outs)
+        self._place_outs[:] = self._outs
+        self._fetch.readers.run(stream, partial(self._run, stream))
+        if self._counted_by_copy:
+            runtime, counts = cupy().cuda.runtime, self._counts
+            runtime.memcpyAsync(self._result_at, counts.data.ptr, 4, 2, stream.ptr)
+            counts.data.memset_async(0, 4, stream)
+        if len(self._fetch.chunks) > 1:
+            self._end.record(stream)
+
+    def _run(self, stream: Any) -> None:
+        self._kernels.launch(self._blocks, self._args, stream, self._windows, self._later)
+
+    def wait(self, stream: Any) -> int:
+        """Wait until the chunk is fetched; return the number of its misses."""
+        if len(self._fetch.chunks) > 1:
+            self._end.synchronize()
+        else:
+            stream.synchronize()
+        return int(self._result[0])
+
+    def misses(self, start: int, stop: int) -> tuple[NDArray[np.uint32], KeyArray, bool]:
+        """Return the positions of misses in the chunk, in no order; after `wait`.
+
+        With them the keys: of these misses if the last value is true, else all keys of the chunk."""
+        positions, fetch = self._positions[start:stop], self._fetch
+        if fetch.lists_keys:
+            return positions, self._miss_keys[start:stop], True
+        return positions, fetch.flat[self.first : self.last], False
+
+    def place(self, stream: Any, first: int, n: int, rows_at: int, sources_at: int) -> None:
+        """Write ``n`` rows, `stride` bytes apart, to the positions of the misses from ``first`` on.
+
+        ``rows_at``, ``sources_at``: addresses for kernels of the rows and of their source codes."""
+        args = self._place_args
+        args["positions"], args["n"] = self.positions_at + 4 * first, n
+        args["rows"], args["sources"] = rows_at, sources_at
+        self._place.launch(blocks_of(n, self._place_tile), args, stream.ptr)
+
+
+def _copy_keys(arrays: list[KeyArray], out: NDArray[np.int64]) -> None:
+    np.concatenate(arrays, out=out)
+
+
+def _pinned(count: int, dtype: Any, *, needed: bool = True) -> tuple[NDArray[Any], int]:
+    """Allocate ``(count,)`` of pinned memory, zeroed; return it with its address. Empty, and 0, unless
+    needed."""
+    if not needed:
+        return np.empty(0, dtype), 0
+    memory = cupy().cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
+    array: NDArray[Any] = np.frombuffer(memory, dtype, count)
+    array[:] = 0
+    return array, int(memory.ptr)
