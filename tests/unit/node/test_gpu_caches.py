@@ -413,6 +413,64 @@ def test_device_vectors_equal_host_vectors(both, last):
         node.lookup_on_device("m", {"usr": [1]})
 
 
+@pytest.mark.parametrize("last", [200, HELD, 3 * HELD])
+def test_keys_on_the_device_give_the_same_vectors(both, last):
+    """Of rows on the GPU, in host memory, deleted or nowhere; unpooled, pooled, with offsets and weights."""
+    node, plain = both
+    gone = np.array([3, 997]), np.full(2, version_now(), np.uint64)
+    for each in both:
+        each.writer.delete(table_of(each, "users"), *gone).result()
+    for turn in range(3):
+        features = request_of(np.arange(turn, last), 50)[0]
+        features["user"] = np.where(features["user"] > 900, 997, features["user"])
+        weights = np.arange(50, dtype=np.float32)
+        bags = JaggedKeys(features["item"][:, 0].copy(), 10, np.arange(0, 51, 5), weights)
+        for mine in ({**features, "last": features["last"].astype(np.uint64)}, {"item": bags}):
+            mixed = {name: on_device(node, keys, name != "seen") for name, keys in mine.items()}
+            one, other = node.lookup_on_device("m", mixed), plain.lookup("m", mine)
+            for name in mine:
+                vectors = one.vectors[name]
+                vectors = vectors.get() if hasattr(vectors, "get") else vectors
+                assert vectors.tobytes() == other.vectors[name].tobytes()
+            assert one.defaulted == other.defaulted
+
+
+def on_device(node, keys, there):
+    """``keys`` on the node's device, if ``there``."""
+    space = node.model("m").on_devices[0].cache.space
+    if not there:
+        return keys
+    if isinstance(keys, JaggedKeys):
+        return JaggedKeys(space.upload(keys.keys), keys.batch, keys.offsets, keys.weights)
+    return space.upload(keys)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["cupy", "torch", "dlpack", "int32", "strided"])
+def test_arrays_of_other_libraries_on_the_device_are_keys(open_node, kind):
+    torch = pytest.importorskip("torch")
+    node, _ = open_node(gpus=None, gpu={"share": 0.5, "use": "required"})
+    keys, cp = np.arange(300, 700), cupy()
+    there = {
+        "cupy": lambda: cp.asarray(keys),
+        "torch": lambda: torch.from_numpy(keys).cuda(),
+        "dlpack": lambda: DlpackOnly(torch.from_numpy(keys).cuda()),
+        "int32": lambda: cp.asarray(keys, np.int32),
+        "strided": lambda: cp.repeat(cp.asarray(keys), 2)[::2],
+    }[kind]()
+    vectors = node.lookup_on_device("m", {"user": there}).vectors["user"]
+    np.testing.assert_array_equal(vectors.get(), rows(keys, 4))
+    with pytest.raises(BadRequest, match="keys on a device must be integers"):
+        node.lookup_on_device("m", {"user": cp.ones(3, np.float32)})
+    with pytest.raises(BadRequest, match="not an array on the host"):
+        node.lookup("m", {"user": there})
+
+
+class DlpackOnly:
+    def __init__(self, tensor):
+        self.__dlpack__, self.__dlpack_device__ = tensor.__dlpack__, tensor.__dlpack_device__
+
+
 def test_concurrent_lookups_return_correct_rows(both):
     node, plain = both
     features_and_dense = [
