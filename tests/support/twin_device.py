@@ -192,7 +192,7 @@ class Cache(MemoryTier):
 
     def keys_of(self, table: Any) -> list[int]:
         return sorted(
-            k for k, entry in self._tables.get(table, {}).items() if entry.row is not None
+            k for k, entry in list(self._tables.get(table, {}).items()) if entry.row is not None
         )
 
     def insert(

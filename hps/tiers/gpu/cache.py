@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hps.cuda.fetch import PARTS, DirectFetch, FetchArguments, FetchVariant, FetchWorkspace
 from hps.cuda.launch import NUMBERS
@@ -33,8 +32,9 @@ from hps.tiers.gpu.checks import (
     check_writable,
     write_arrays,
 )
+from hps.tiers.gpu.fetch_parts import distribute_misses, fetch_arguments
 from hps.tiers.gpu.tables import GpuTables
-from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, oldest_tombstone
+from hps.types import EmbeddingTable, Source, oldest_tombstone
 
 _NUMBERS = FetchVariant(NUMBERS, stamp=False)
 _UNSTAMPED = FetchVariant(stamp=False)
@@ -91,7 +91,7 @@ class GpuCache(GpuTables):
             if table is not None:
                 check_part(part, self._device.id)
                 if len(part.missing):
-                    ask = _fetch_arguments(part, table, now)
+                    ask = fetch_arguments(part, table, now)
                     (plain if part.versions is None else versioned).append((part, ask))
         if not plain and not versioned:
             return
@@ -112,7 +112,7 @@ class GpuCache(GpuTables):
             self._readers, stream, [ask for _, ask in requests], int(Source.GPU)
         )
         if len(misses):
-            _distribute_misses([part for part, _ in requests], misses)
+            distribute_misses([part for part, _ in requests], misses)
         else:
             for part, _ in requests:
                 part.missing = _NOTHING
@@ -363,42 +363,8 @@ class GpuCache(GpuTables):
         return held, on_device
 
 
-def _fetch_arguments(part: Part, table: GpuTable, now: float) -> FetchArguments:
-    """Return the kernel arguments that fetch the misses of ``part`` from ``table``.
-
-    ``now``: Unix seconds."""
-    n = len(part.missing)
-    positions = None if n == len(part.keys) else part.missing
-    oldest = oldest_tombstone(part.table, now)
-    return FetchArguments(
-        table, part.keys, positions, part.out, part.versions, part.source, n, oldest
-    )
-
-
 def _kernel_bags(table: GpuTable, ask: DevicePooling) -> KernelBags:
     keys, mean = ask.keys, ask.combiner == "mean"
     return KernelBags(
         table, keys.keys, keys.offsets, keys.weights, ask.out, keys.hotness or 0, mean
     )
-
-
-def _distribute_misses(parts: Sequence[Part], misses: NDArray[np.uint32]) -> None:
-    """Set each part's ``missing`` from ``misses``, ascending positions in the keys of all parts joined."""
-    if len(parts) == 1:
-        parts[0].missing = _still_missing(parts[0], misses.astype(np.int64))
-        return
-    start, first = 0, 0
-    ends = np.cumsum([len(part.missing) for part in parts])
-    cuts = np.searchsorted(misses, ends).tolist()
-    for part, end, cut in zip(parts, ends.tolist(), cuts, strict=True):
-        part.missing = _still_missing(part, misses[first:cut].astype(np.int64) - start)
-        start, first = end, cut
-
-
-def _still_missing(part: Part, misses: KeyArray) -> IndexArray:
-    """Return ``part.missing[misses]`` as a NumPy array."""
-    if len(part.keys) == len(part.missing):
-        return misses
-    missing: Any = part.missing
-    left: IndexArray = (missing if isinstance(missing, np.ndarray) else missing.get())[misses]
-    return left
