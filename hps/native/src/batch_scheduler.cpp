@@ -80,6 +80,23 @@ class BatchScheduler::Handoff {
   bool closed_ = false;
 };
 
+struct BatchScheduler::Counters {
+  Count requests, samples, batches, expired, failed, incomplete, slow, device_ns;
+
+  ModelCounts read() const {
+    ModelCounts counts;
+    counts.requests = requests;
+    counts.samples = samples;
+    counts.batches = batches;
+    counts.expired = expired;
+    counts.failed = failed;
+    counts.incomplete = incomplete;
+    counts.slow = slow;
+    counts.device_ns = device_ns;
+    return counts;
+  }
+};
+
 struct BatchScheduler::Channel {
   Channel(int file, int wake_client) : server(file, wake_client) {}
   ChannelServer server;
@@ -97,6 +114,7 @@ struct BatchScheduler::Request {
   std::uint32_t direct = 0;     // samples whose rows all were on the device
   bool slow = false;            // a batch could not be completed
   RequestStatus failure = RequestStatus::kPending;
+  std::string error;  // why it failed
   std::int64_t launched_ns = 0;
 
   bool all_started() const { return started == batch || slow || failed(); }
@@ -109,6 +127,14 @@ struct BatchScheduler::Lane {
     std::uint32_t start, count;
   };
   enum class State { kIdle, kRunning, kIncomplete };
+
+  Lane() = default;
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+  ~Lane() {
+    for (void* event : {reader, done})
+      if (event != nullptr) CudaDriver::get()->event_destroy(event);
+  }
 
   std::uint32_t number, model;
   std::vector<SizeClass> classes;
@@ -131,8 +157,8 @@ struct BatchScheduler::Model {
   std::unordered_map<Request*, std::unique_ptr<Request>> requests;
   std::uint32_t skip = 0, skip_next = kSkipFirst;
   bool closing = false;
-  std::promise<void> closed;
-  ModelCounts counts;
+  std::vector<std::shared_ptr<std::promise<void>>> closed;  // of the callers of `remove_model`
+  std::shared_ptr<Counters> counters;
 
   // Takes the request out of the queue, if pieces of it wait there, and gives it to the caller.
   std::unique_ptr<Request> release(Request* request) {
@@ -151,14 +177,7 @@ BatchScheduler::BatchScheduler(int wake, std::uint32_t spin_us)
       incomplete_(std::make_unique<Handoff<Incomplete>>()),
       slow_requests_(std::make_unique<Handoff<SlowRequest>>()) {}
 
-BatchScheduler::~BatchScheduler() {
-  const CudaDriver* driver = CudaDriver::get();
-  for (const auto& lane : lanes_) {
-    if (driver == nullptr || lane->done == nullptr) continue;
-    driver->event_destroy(lane->done);
-    driver->event_destroy(lane->reader);
-  }
-}
+BatchScheduler::~BatchScheduler() { close(wake_); }
 
 // -- changes from other threads ------------------------------------------------------------------
 
@@ -189,6 +208,11 @@ std::uint32_t BatchScheduler::add_model(ModelLayout layout) {
   (*model)->in_width = sum(layout.input_widths);
   (*model)->out_width = sum(layout.output_widths);
   (*model)->layout = std::move(layout);
+  (*model)->counters = std::make_shared<Counters>();
+  {
+    const std::lock_guard<std::mutex> held(counters_lock_);
+    counters_[number] = (*model)->counters;
+  }
   enqueue([this, model, number] {
     models_[number] = std::move(*model);
     turn_.push_back(number);
@@ -200,7 +224,8 @@ std::uint32_t BatchScheduler::add_lane(std::uint32_t model, std::vector<SizeClas
                                        void* context, void* stream) {
   auto lane = std::make_shared<std::unique_ptr<Lane>>(std::make_unique<Lane>());
   Lane& made = **lane;
-  made.number = next_lane_++;
+  const std::uint32_t number = next_lane_++;
+  made.number = number;
   made.model = model;
   made.classes = std::move(classes);
   made.context = context;
@@ -213,16 +238,15 @@ std::uint32_t BatchScheduler::add_lane(std::uint32_t model, std::vector<SizeClas
         driver->event_create(&made.reader, kEventDisableTiming) != kCudaSuccess)
       throw std::runtime_error("a lane's CUDA events cannot be created");
   }
-  enqueue([this, lane] {
+  enqueue([this, lane, number] {
     const auto found = models_.find((*lane)->model);
-    if (found == models_.end()) return;
+    if (found == models_.end() || found->second->closing) return;
     const std::lock_guard<std::mutex> held(readers_lock_);
-    const std::uint32_t number = (*lane)->number;
     if (lanes_.size() <= number) lanes_.resize(number + 1);
     lanes_[number] = std::move(*lane);
     found->second->lanes.push_back(lanes_[number].get());
   });
-  return made.number;
+  return number;
 }
 
 void BatchScheduler::remove_model(std::uint32_t model) {
@@ -232,7 +256,7 @@ void BatchScheduler::remove_model(std::uint32_t model) {
     const auto found = models_.find(model);
     if (found == models_.end()) return closed->set_value();
     found->second->closing = true;
-    found->second->closed = std::move(*closed);
+    found->second->closed.push_back(closed);
   });
   while (end.wait_for(std::chrono::milliseconds(10)) != std::future_status::ready) {
     // Without a running thread nothing uses the model: it goes with the scheduler.
@@ -256,16 +280,10 @@ void BatchScheduler::remove_channel(std::uint32_t channel) {
   });
 }
 
-ModelCounts BatchScheduler::counts(std::uint32_t model) {
-  auto promise = std::make_shared<std::promise<ModelCounts>>();
-  std::future<ModelCounts> counts = promise->get_future();
-  enqueue([this, model, promise] {
-    const auto found = models_.find(model);
-    promise->set_value(found == models_.end() ? ModelCounts() : found->second->counts);
-  });
-  while (counts.wait_for(std::chrono::milliseconds(10)) != std::future_status::ready)
-    if (!running_.load()) return ModelCounts();
-  return counts.get();
+ModelCounts BatchScheduler::counts(std::uint32_t model) const {
+  const std::lock_guard<std::mutex> held(counters_lock_);
+  const auto found = counters_.find(model);
+  return found == counters_.end() ? ModelCounts() : found->second->read();
 }
 
 bool BatchScheduler::take_incomplete(Incomplete& batch, int timeout_ms) {
@@ -274,6 +292,7 @@ bool BatchScheduler::take_incomplete(Incomplete& batch, int timeout_ms) {
 
 void BatchScheduler::finish_incomplete(std::uint32_t lane, bool complete) {
   enqueue([this, lane, complete] {
+    if (lane >= lanes_.size() || lanes_[lane] == nullptr) return;
     Lane& ended = *lanes_[lane];
     if (ended.state == Lane::State::kIncomplete) deliver(ended, complete, false);
   });
@@ -376,7 +395,8 @@ bool BatchScheduler::take_requests() {
   RequestSlot head;
   std::uint32_t offset;
   for (auto& [number, channel] : channels_)
-    while (channel->server.take(offset, head)) {
+    // No more at a time, so that a client that sends without end delays the others little.
+    for (std::uint32_t i = 0; i < kRing && channel->server.take(offset, head); ++i) {
       any = true;
       accept(channel, offset, head);
     }
@@ -399,7 +419,7 @@ void BatchScheduler::accept(const std::shared_ptr<Channel>& channel, std::uint32
   if (found == models_.end() || found->second->closing)
     return end_request(request.get(), RequestStatus::kUnavailable);
   Model& model = *found->second;
-  ++model.counts.requests;
+  ++model.counters->requests;
   Request* const pointer = request.get();
   model.requests.emplace(pointer, std::move(request));
   if (head.batch == 0 || model.lanes.empty()) return make_slow(pointer);
@@ -408,49 +428,69 @@ void BatchScheduler::accept(const std::shared_ptr<Channel>& channel, std::uint32
     return end_request(model.release(pointer).get(), RequestStatus::kFailed,
                        "the request does not have the model's layout");
   }
-  model.counts.samples += head.batch;
+  model.counters->samples += head.batch;
   model.queue.push_back(pointer);
 }
 
 bool BatchScheduler::start_batches() {
   bool any = false;
-  for (std::size_t left = turn_.size(); left != 0; --left) {
-    const std::uint32_t number = turn_.front();
-    std::rotate(turn_.begin(), turn_.begin() + 1, turn_.end());
-    Model& model = *models_[number];
-    if (model.closing) {
-      while (!model.queue.empty()) {
-        Request* const request = model.queue.front();
-        model.queue.pop_front();
-        request->failure = RequestStatus::kUnavailable;
-        // Otherwise its last batch ends it.
-        if (request->in_flight == 0)
-          end_request(model.release(request).get(), RequestStatus::kUnavailable);
-      }
-      const bool idle = std::all_of(model.lanes.begin(), model.lanes.end(), [](const Lane* lane) {
-        return lane->state == Lane::State::kIdle;
-      });
-      if (!idle) continue;
-      const std::lock_guard<std::mutex> held(readers_lock_);
-      for (const Lane* lane : model.lanes) {
-        if (const CudaDriver* driver = CudaDriver::get(); lane->done != nullptr) {
-          driver->event_destroy(lane->done);
-          driver->event_destroy(lane->reader);
-        }
-        lanes_[lane->number].reset();
-      }
-      model.closed.set_value();
-      turn_.erase(std::find(turn_.begin(), turn_.end(), number));
-      models_.erase(number);
+  // Another model is the first in each pass.
+  if (turn_.size() > 1) std::rotate(turn_.begin(), turn_.begin() + 1, turn_.end());
+  for (std::size_t i = 0; i < turn_.size();) {
+    Model& model = *models_[turn_[i]];
+    if (model.closing && close_model(model)) {
+      turn_.erase(turn_.begin() + static_cast<std::ptrdiff_t>(i));
       any = true;
       continue;
     }
+    ++i;
     for (Lane* lane : model.lanes) {
       if (model.queue.empty()) break;
       if (lane->state == Lane::State::kIdle) any |= form_batch(model, *lane);
     }
   }
   return any;
+}
+
+// Ends the waiting requests of a model that is being removed; true if it was removed, since none of
+// its batches is running.
+bool BatchScheduler::close_model(Model& model) {
+  while (!model.queue.empty()) {
+    Request* const request = model.queue.front();
+    model.queue.pop_front();
+    request->failure = RequestStatus::kUnavailable;
+    // Otherwise its last batch ends it.
+    if (request->in_flight == 0)
+      end_request(model.release(request).get(), RequestStatus::kUnavailable);
+  }
+  const bool idle = std::all_of(model.lanes.begin(), model.lanes.end(),
+                                [](const Lane* lane) { return lane->state == Lane::State::kIdle; });
+  if (!idle) return false;
+  std::vector<std::unique_ptr<Lane>> removed;  // destroyed without the lock
+  {
+    const std::lock_guard<std::mutex> held(readers_lock_);
+    for (const Lane* lane : model.lanes) removed.push_back(std::move(lanes_[lane->number]));
+  }
+  removed.clear();
+  {
+    const std::lock_guard<std::mutex> held(counters_lock_);
+    counters_.erase(model.number);
+  }
+  const auto closed = std::move(model.closed);
+  models_.erase(model.number);
+  for (const auto& each : closed) each->set_value();
+  return true;
+}
+
+// Drops a request that waits, if its client has ended or its deadline has passed.
+bool BatchScheduler::abandon(Model& model, Request* request) {
+  const bool open = request->channel->open;
+  if (open && (request->deadline_ns == 0 || now_ns() <= request->deadline_ns)) return false;
+  if (open) ++model.counters->expired;
+  request->failure = RequestStatus::kExpired;
+  // Otherwise its last batch ends it.
+  if (request->in_flight == 0) end_request(model.release(request).get(), RequestStatus::kExpired);
+  return true;
 }
 
 // Takes samples from the model's queue for one batch and starts it; false if none was waiting.
@@ -462,11 +502,7 @@ bool BatchScheduler::form_batch(Model& model, Lane& lane) {
     Request* const request = model.queue.front();
     model.queue.pop_front();
     if (request->all_started()) continue;  // a batch of it failed, or was not complete
-    if (request->started == 0 && expired(request)) {
-      ++model.counts.expired;
-      end_request(model.release(request).get(), RequestStatus::kExpired);
-      continue;
-    }
+    if (abandon(model, request)) continue;
     const std::uint32_t count = std::min(most - lane.samples, request->batch - request->started);
     lane.pieces.push_back({request, request->started, count});
     lane.samples += count;
@@ -477,14 +513,14 @@ bool BatchScheduler::form_batch(Model& model, Lane& lane) {
   if (lane.pieces.empty()) return false;
   lane.used = 0;
   while (lane.classes[lane.used].batch < lane.samples) ++lane.used;
-  ++model.counts.batches;
+  ++model.counters->batches;
   copy_in(lane, lane.size(), lane.samples);
   lane.launched_ns = now_ns();
   for (const Lane::Piece& piece : lane.pieces)
     if (piece.request->launched_ns == 0) piece.request->launched_ns = lane.launched_ns;
   if (model.skip != 0) {
     --model.skip;
-    ++model.counts.incomplete;
+    ++model.counters->incomplete;
     lane.state = Lane::State::kIncomplete;
     incomplete_->put({lane.number, lane.used, lane.samples});
   } else if (launch(lane)) {
@@ -585,7 +621,7 @@ bool BatchScheduler::end_batches() {
 
 void BatchScheduler::end_batch(Lane& lane) {
   Model& model = *models_[lane.model];
-  model.counts.device_ns += now_ns() - lane.launched_ns;
+  model.counters->device_ns += static_cast<std::uint64_t>(now_ns() - lane.launched_ns);
   std::uint64_t missing = 0;
   for (const std::uint32_t* count : lane.size().missing_keys) missing += *count;
   if (missing == 0) {
@@ -594,7 +630,7 @@ void BatchScheduler::end_batch(Lane& lane) {
   }
   model.skip = model.skip_next;
   model.skip_next = std::min(2 * model.skip_next, kSkipMost);
-  ++model.counts.incomplete;
+  ++model.counters->incomplete;
   lane.state = Lane::State::kIncomplete;
   incomplete_->put({lane.number, lane.used, lane.samples});
 }
@@ -626,7 +662,8 @@ void BatchScheduler::deliver(Lane& lane, bool complete, bool direct) {
       make_slow(request);
     } else {
       const std::unique_ptr<Request> ended = model.release(request);
-      end_request(request, request->failed() ? request->failure : RequestStatus::kDone);
+      end_request(request, request->failed() ? request->failure : RequestStatus::kDone,
+                  request->error);
     }
   }
   lane.pieces.clear();
@@ -634,11 +671,12 @@ void BatchScheduler::deliver(Lane& lane, bool complete, bool direct) {
 
 void BatchScheduler::fail_batch(Lane& lane, const std::string& message) {
   Model& model = *models_[lane.model];
-  ++model.counts.failed;
+  ++model.counters->failed;
   lane.state = Lane::State::kIdle;
   for (const Lane::Piece& piece : lane.pieces) {
     Request* const request = piece.request;
     request->failure = RequestStatus::kFailed;
+    request->error = message;
     if (--request->in_flight == 0)
       end_request(model.release(request).get(), RequestStatus::kFailed, message);
   }
@@ -647,15 +685,11 @@ void BatchScheduler::fail_batch(Lane& lane, const std::string& message) {
 
 void BatchScheduler::make_slow(Request* request) {
   Model& model = *models_[request->model];
-  ++model.counts.slow;
+  ++model.counters->slow;
   const std::uint64_t number = next_slow_++;
   slow_[number] = model.release(request);
   slow_requests_->put({number, request->model, request->batch, request->deadline_ns,
                        request->inputs, request->outputs, request->in_bytes, request->out_bytes});
-}
-
-bool BatchScheduler::expired(Request* request) {
-  return !request->channel->open || (request->deadline_ns != 0 && now_ns() > request->deadline_ns);
 }
 
 // Sends the answer; the caller then drops the request.

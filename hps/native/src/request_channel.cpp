@@ -164,10 +164,17 @@ std::uint32_t ChannelClient::offset_of(const RequestSlot* slot) const {
   return static_cast<std::uint32_t>((at - memory_.base()) / kSlotAlign);
 }
 
-ChannelServer::ChannelServer(int file, int wake_client)
-    : memory_(file, true), wake_client_(wake_client) {}
+ChannelServer::Event::~Event() { close(file); }
 
-ChannelServer::~ChannelServer() { close(wake_client_); }
+ChannelServer::ChannelServer(int file, int wake_client)
+    : wake_client_{wake_client}, memory_(file, true) {}
+
+ChannelServer::~ChannelServer() = default;
+
+bool ChannelServer::contains(std::uint32_t offset) const {
+  const std::size_t from = offset * kSlotAlign;
+  return from >= kArenaAt && from + padded(sizeof(RequestSlot)) <= memory_.bytes();
+}
 
 bool ChannelServer::valid(std::uint32_t offset, const RequestSlot& head) const {
   const std::size_t at = offset * kSlotAlign, bytes = memory_.bytes();
@@ -177,51 +184,55 @@ bool ChannelServer::valid(std::uint32_t offset, const RequestSlot& head) const {
 
 bool ChannelServer::take(std::uint32_t& offset, RequestSlot& head) {
   ChannelHeader& header = memory_.header();
-  std::uint32_t at = header.taken.at.load(std::memory_order_relaxed);
   const std::uint32_t end = header.submitted.at.load(std::memory_order_acquire);
-  // A client that writes a wrong position must not keep the scheduler busy.
-  if (end - at > kRing) at = end;
+  broken_ |= end - taken_ > kRing;
   bool found = false;
-  for (; at != end && !found; ++at) {
-    offset = header.submissions[at % kRing];
-    const std::size_t from = offset * kSlotAlign;
-    if (from >= kArenaAt && from + padded(sizeof(RequestSlot)) <= memory_.bytes()) {
-      const RequestSlot& slot = memory_.slot(offset);
-      head.ticket = slot.ticket;
-      head.model = slot.model;
-      head.batch = slot.batch;
-      head.deadline_ns = slot.deadline_ns;
-      head.in_bytes = slot.in_bytes;
-      head.out_bytes = slot.out_bytes;
-      found = valid(offset, head);
+  while (!broken_ && !found && taken_ != end) {
+    offset = header.submissions[taken_ % kRing];
+    if (!contains(offset) || in_flight_ == kRing) {
+      broken_ = true;
+      break;
     }
-    if (!found) ++rejected;
+    ++taken_;
+    ++in_flight_;
+    RequestSlot& slot = memory_.slot(offset);
+    head.ticket = slot.ticket;
+    head.model = slot.model;
+    head.batch = slot.batch;
+    head.deadline_ns = slot.deadline_ns;
+    head.in_bytes = slot.in_bytes;
+    head.out_bytes = slot.out_bytes;
+    found = valid(offset, head);
+    if (!found) {
+      slot.reply_bytes = 0;
+      slot.status = RequestStatus::kFailed;
+      complete(offset);
+    }
   }
-  header.taken.at.store(at, std::memory_order_release);
+  header.taken.at.store(taken_, std::memory_order_release);
   return found;
 }
 
 void ChannelServer::complete(std::uint32_t offset) {
   ChannelHeader& header = memory_.header();
-  const std::uint32_t at = header.completed.at.load(std::memory_order_relaxed);
-  header.completions[at % kRing] = offset;
-  header.completed.at.store(at + 1, std::memory_order_seq_cst);
-  completed_ = true;
+  header.completions[completed_ % kRing] = offset;
+  header.completed.at.store(++completed_, std::memory_order_seq_cst);
+  --in_flight_;
+  notifies_ = true;
 }
 
 void ChannelServer::finish() {
   ChannelHeader& header = memory_.header();
-  if (completed_ && header.client_sleeps.load(std::memory_order_seq_cst) != 0 &&
+  if (notifies_ && header.client_sleeps.load(std::memory_order_seq_cst) != 0 &&
       header.client_sleeps.exchange(0) != 0)
-    notify(wake_client_);
-  completed_ = false;
+    notify(wake_client_.file);
+  notifies_ = false;
 }
 
 bool ChannelServer::sleep() {
   ChannelHeader& header = memory_.header();
   header.scheduler_sleeps.store(1, std::memory_order_seq_cst);
-  return header.submitted.at.load(std::memory_order_seq_cst) ==
-         header.taken.at.load(std::memory_order_relaxed);
+  return broken_ || header.submitted.at.load(std::memory_order_seq_cst) == taken_;
 }
 
 void ChannelServer::awake() {

@@ -6,6 +6,7 @@ live: each learns of the other's end by it."""
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 from contextlib import suppress
@@ -56,6 +57,9 @@ class ChannelListener:
             except OSError:
                 return
             self._connections.add(connection)
+            if self._closed:  # `close` may not have seen this connection
+                connection.close()
+                return
             threading.Thread(
                 target=self._serve,
                 args=(connection,),
@@ -64,20 +68,27 @@ class ChannelListener:
             ).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        number, files = self._host.open_channel()
         try:
-            socket.send_fds(connection, [_HELLO], [files.memory, files.wake, files.woken])
-            files.close()
+            number, files = self._host.open_channel()
+        except (OSError, Unavailable) as error:
+            log.warning("a process got no channel to the GPU: %s", error)
+        else:
+            self._send(connection, files)
             with suppress(OSError):
                 while connection.recv(1):
                     pass  # it sends nothing: this waits for its end
-        except OSError as error:
-            log.warning("a process got no channel to the GPU: %s", error)
-        finally:
             if not self._closed:
                 self._host.close_channel(number)
-            self._connections.discard(connection)
-            connection.close()
+        self._connections.discard(connection)
+        connection.close()
+
+    def _send(self, connection: socket.socket, files: ChannelFiles) -> None:
+        try:
+            socket.send_fds(connection, [_HELLO], [files.memory, files.wake, files.woken])
+        except OSError as error:  # the process has ended
+            log.warning("a process got no channel to the GPU: %s", error)
+        finally:
+            files.close()
 
 
 def connect(path: Path | str) -> SchedulerClient:
@@ -86,13 +97,16 @@ def connect(path: Path | str) -> SchedulerClient:
     When that process ends, the client's requests fail with ``Unavailable``."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_TIMEOUT_S)
+    files: list[int] = []
     try:
         connection.connect(str(path))
-        hello, files, _, _ = socket.recv_fds(connection, len(_HELLO), 3)
+        hello, files, _, _ = socket.recv_fds(connection, len(_HELLO), 3, socket.MSG_CMSG_CLOEXEC)
         if hello != _HELLO or len(files) != 3:
-            raise Unavailable("it answers in another version's way")
+            raise Unavailable("it answers in another version's way" if hello else "it is stopping")
     except (OSError, Unavailable) as error:
         connection.close()
+        for each in files:
+            os.close(each)
         raise TierError("node", f"no channel to its GPU: {error}") from error
     connection.settimeout(None)
 

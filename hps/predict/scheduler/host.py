@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.errors import Unavailable
 from hps.predict.scheduler.client import ChannelFiles, SchedulerClient, Status
 from hps.predict.scheduler.columns import ModelColumns
 from hps.predict.scheduler.replies import decode_request, encode_reply
@@ -53,17 +54,19 @@ class SchedulerHost:
         from hps.native.scheduler import BatchScheduler
 
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._native = BatchScheduler(self._wake, _SPIN_US)
+        native = BatchScheduler(os.dup(self._wake), _SPIN_US)
+        self._native: Any = native  # None once closed
         self._models: dict[int, tuple[ModelColumns, Answer]] = {}
         self._lanes: dict[int, Lane] = {}
+        self._lanes_of: dict[int, list[int]] = {}
         self._closed = False
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(target=target, name=f"hps-scheduler-{name}", daemon=True)
             for name, target in (
-                ("batches", self._native.run),
-                ("misses", self._complete_batches),
-                ("slow", self._answer_slow),
+                ("batches", native.run),
+                ("misses", partial(self._complete_batches, native)),
+                ("slow", partial(self._answer_slow, native)),
             )
         ]
         for thread in self._threads:
@@ -82,32 +85,50 @@ class SchedulerHost:
         classes = lane.size_classes()
         number = self._native.add_lane(model, classes, lane.context, lane.stream)
         self._lanes[number] = lane
+        self._lanes_of.setdefault(model, []).append(number)
 
     def remove_model(self, model: int) -> None:
-        """Remove a model once its batches have ended; its waiting requests are unavailable. Blocks."""
-        self._native.remove_model(model)
+        """Remove a model and its lanes once its batches have ended. Blocks.
+
+        Its waiting requests are unavailable; those outside the lanes are still answered."""
+        if (native := self._native) is not None:
+            native.remove_model(model)
         self._models.pop(model, None)
+        for lane in self._lanes_of.pop(model, ()):
+            self._lanes.pop(lane, None)
 
     def counts(self, model: int) -> dict[str, int]:
-        """Return the model's counts: requests, samples, batches and others."""
-        counts: dict[str, int] = self._native.counts(model)
-        return counts
+        """Return the model's counts: requests, samples, batches and others. Never waits for a batch.
+
+        Zeros after the model's removal; empty after `close`."""
+        native = self._native
+        return {} if native is None else native.counts(model)
 
     def hold_back(self, stream: int) -> None:
-        """Make later work on ``stream`` wait for the lanes' kernels that read tables."""
-        self._native.hold_back(stream)
+        """Make later work on ``stream`` wait for the lanes' kernels that read tables.
+
+        Raises RuntimeError, since a writer that does not wait would tear rows."""
+        native = self._native
+        if native is not None and (code := native.hold_back(stream)):
+            raise RuntimeError(f"a writer cannot wait for the lanes of the GPU: CUDA error {code}")
 
     # -- channels ----------------------------------------------------------------------------------
 
     def open_channel(self) -> tuple[int, ChannelFiles]:
-        """Make a channel; return its number and the client's files, which are the caller's."""
+        """Make a channel; return its number and the client's files, which are the caller's.
+
+        Raises Unavailable after `close`."""
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the server is stopping")
+            native, wake = self._native, os.dup(self._wake)
         memory = os.memfd_create("hps-scheduler", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        files = ChannelFiles(memory, os.dup(self._wake), woken)
+        files = ChannelFiles(memory, wake, woken)
         try:
             os.ftruncate(memory, CHANNEL_BYTES)
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            number: int = self._native.add_channel(memory, os.dup(woken))
+            number: int = native.add_channel(memory, os.dup(woken))
         except BaseException:
             files.close()
             raise
@@ -115,7 +136,8 @@ class SchedulerHost:
 
     def close_channel(self, number: int) -> None:
         """Drop a channel whose client has ended; nothing of it stays."""
-        self._native.remove_channel(number)
+        if (native := self._native) is not None:
+            native.remove_channel(number)
 
     def connect(self) -> SchedulerClient:
         """Return a client in this process."""
@@ -132,15 +154,16 @@ class SchedulerHost:
         for thread in self._threads:
             thread.join()
         self._lanes.clear()
+        self._lanes_of.clear()
         self._models.clear()
-        del self._native
+        self._native = None
         os.close(self._wake)
 
     # -- what the lanes leave ----------------------------------------------------------------------
 
-    def _complete_batches(self) -> None:
+    def _complete_batches(self, native: Any) -> None:
         while not self._closed:
-            batch = self._native.take_incomplete(_WAIT_MS)
+            batch = native.take_incomplete(_WAIT_MS)
             if batch is None:
                 continue
             lane, size_class, samples = batch
@@ -149,35 +172,29 @@ class SchedulerHost:
             except Exception:
                 log.exception("a batch with missing rows failed; its requests run one by one")
                 complete = False
-            self._native.finish_incomplete(lane, complete)
+            native.finish_incomplete(lane, complete)
 
-    def _answer_slow(self) -> None:
+    def _answer_slow(self, native: Any) -> None:
         while not self._closed:
-            entry = self._native.take_slow(_WAIT_MS)
+            entry = native.take_slow(_WAIT_MS)
             if entry is None:
                 continue
             number, model, batch, deadline_ns, inputs, outputs = entry
             reply = partial(self._reply, number, outputs)
             try:
-                request = self._request(model, batch, deadline_ns, inputs)
-                future = self._models[model][1](request)
+                columns, answer = self._served(model)
+                request = _request(columns, batch, deadline_ns, inputs)
+                future = answer(request)
             except Exception as error:
                 reply(error)
             else:
                 future.add_done_callback(partial(_reply_with_result, reply))
 
-    def _request(
-        self, model: int, batch: int, deadline_ns: int, inputs: NDArray[np.uint8]
-    ) -> PredictRequest:
-        """Decode a request; its arrays are its own."""
-        columns, _ = self._models[model]
-        deadline = deadline_ns * 1e-9 if deadline_ns else None
-        if not batch:
-            request = decode_request(inputs.tobytes())
-            request.deadline = deadline
-            return request
-        features, dense = columns.decode_inputs(inputs.copy(), batch)
-        return PredictRequest(features, dense, deadline=deadline)
+    def _served(self, model: int) -> tuple[ModelColumns, Answer]:
+        found = self._models.get(model)
+        if found is None:
+            raise Unavailable("the model is being closed")
+        return found
 
     def _reply(
         self, number: int, outputs: NDArray[np.uint8], reply: PredictResult | BaseException
@@ -191,6 +208,19 @@ class SchedulerHost:
             if not self._closed:
                 outputs[: len(encoded)] = np.frombuffer(encoded, np.uint8)
                 self._native.answer_slow(number, int(status), len(encoded))
+
+
+def _request(
+    columns: ModelColumns, batch: int, deadline_ns: int, inputs: NDArray[np.uint8]
+) -> PredictRequest:
+    """Decode a request; its arrays are its own."""
+    deadline = deadline_ns * 1e-9 if deadline_ns else None
+    if not batch:
+        request = decode_request(inputs.tobytes())
+        request.deadline = deadline
+        return request
+    features, dense = columns.decode_inputs(inputs.copy(), batch)
+    return PredictRequest(features, dense, deadline=deadline)
 
 
 def _reply_with_result(

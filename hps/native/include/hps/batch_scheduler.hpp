@@ -63,6 +63,19 @@ struct ModelCounts {
   std::uint64_t device_ns = 0;   // from launch to end, summed over batches
 };
 
+// A count that one thread changes, and others may read.
+class Count {
+ public:
+  void operator+=(std::uint64_t more) {
+    value_.store(value_.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
+  }
+  void operator++() { *this += 1; }
+  operator std::uint64_t() const { return value_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<std::uint64_t> value_{0};
+};
+
 class BatchScheduler {
  public:
   // A batch whose rows are not all on the device, for the caller of `take_incomplete`.
@@ -79,8 +92,8 @@ class BatchScheduler {
     std::uint64_t in_bytes, out_bytes;
   };
 
-  // `wake`: the scheduler's eventfd (non-blocking), the caller's. `spin_us`: time that the thread
-  // looks for requests before it sleeps.
+  // `wake`: the scheduler's eventfd (non-blocking), which is closed with it. `spin_us`: time that
+  // the thread looks for requests before it sleeps.
   BatchScheduler(int wake, std::uint32_t spin_us);
   ~BatchScheduler();
 
@@ -98,14 +111,15 @@ class BatchScheduler {
   std::uint32_t add_lane(std::uint32_t model, std::vector<SizeClass> classes, void* context,
                          void* stream);
   // Removes a model and its lanes, after their batches have ended. Waiting requests are
-  // unavailable. Blocks.
+  // unavailable; those that were given to the caller of `take_slow` are not waited for. Blocks.
   void remove_model(std::uint32_t model);
   // Adds a client's channel; returns its number. `wake_client` becomes the channel's. Throws as
   // ChannelMemory does.
   std::uint32_t add_channel(int file, int wake_client);
   // Removes a channel whose client has ended; its requests are dropped. Does not block.
   void remove_channel(std::uint32_t channel);
-  ModelCounts counts(std::uint32_t model);
+  // Does not disturb the scheduler's thread. Zeros for a model that was removed.
+  ModelCounts counts(std::uint32_t model) const;
 
   // Waits up to `timeout_ms` for a batch with missing rows; false if none came, or after `stop`.
   bool take_incomplete(Incomplete& batch, int timeout_ms);
@@ -126,6 +140,7 @@ class BatchScheduler {
   struct Request;
   struct Lane;
   struct Model;
+  struct Counters;
   template <typename T>
   class Handoff;
 
@@ -135,7 +150,9 @@ class BatchScheduler {
   void accept(const std::shared_ptr<Channel>& channel, std::uint32_t offset,
               const RequestSlot& head);
   bool start_batches();
+  bool close_model(Model& model);
   bool form_batch(Model& model, Lane& lane);
+  bool abandon(Model& model, Request* request);
   void copy_in(const Lane& lane, const SizeClass& size, std::uint32_t samples);
   bool launch(Lane& lane);
   bool run_step(Lane& lane, Step& step);
@@ -145,7 +162,6 @@ class BatchScheduler {
   void fail_batch(Lane& lane, const std::string& message);
   void end_request(Request* request, RequestStatus status, const std::string& message = {});
   void make_slow(Request* request);
-  bool expired(Request* request);
   void sleep();
   void finish_channels();
 
@@ -158,13 +174,16 @@ class BatchScheduler {
   std::atomic<bool> changed_{false};
   std::atomic<bool> running_{false};
 
+  mutable std::mutex counters_lock_;
+  std::unordered_map<std::uint32_t, std::shared_ptr<Counters>> counters_;
+
   std::mutex readers_lock_;  // held while a kernel that reads tables starts, and in hold_back
 
   // The scheduler's thread alone uses what follows, once it runs.
   std::unordered_map<std::uint32_t, std::shared_ptr<Channel>> channels_;
   std::unordered_map<std::uint32_t, std::unique_ptr<Model>> models_;
   std::vector<std::unique_ptr<Lane>> lanes_;
-  std::vector<std::uint32_t> turn_;  // models in the order of their next batch
+  std::vector<std::uint32_t> turn_;  // models in the order of their next batches
   std::unordered_map<std::uint64_t, std::unique_ptr<Request>> slow_;
   std::uint64_t next_slow_ = 1;
   void* context_ = nullptr;

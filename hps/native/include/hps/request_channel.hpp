@@ -23,7 +23,7 @@ enum class RequestStatus : std::uint32_t {
   kPending = 0,
   kDone = 1,         // the outputs are complete
   kReplied = 2,      // the answer is `reply_bytes` of the outputs' space, encoded by Python
-  kExpired = 3,      // the deadline passed before the request ran
+  kExpired = 3,      // the deadline passed before all of the request ran
   kFailed = 4,       // the device failed; the outputs' space has a message of `reply_bytes`
   kUnavailable = 5,  // the model was closed, or the scheduler stopped
 };
@@ -112,15 +112,17 @@ class ChannelClient {
   std::uint32_t in_flight_ = 0;
 };
 
-// The scheduler's end. One thread.
+// The scheduler's end. One thread. It trusts nothing in the memory: a client that breaks the
+// protocol harms its own requests only.
 class ChannelServer {
  public:
-  // `file` is empty but for its size. `wake_client` is closed with the object.
+  // `file` is empty but for its size. `wake_client` is closed with the object, or if this throws.
   ChannelServer(int file, int wake_client);
   ~ChannelServer();
 
   // Takes the next submitted slot whose head is valid; false if there is none. `head` is a copy:
-  // the client cannot change it later.
+  // the client cannot change it later. A slot with wrong sizes fails. Nothing more is taken from a
+  // client with impossible positions, or more requests in flight than it has slots.
   bool take(std::uint32_t& offset, RequestSlot& head);
   // Sends a slot back; `finish` once after some of them.
   void complete(std::uint32_t offset);
@@ -130,14 +132,24 @@ class ChannelServer {
   void awake();
 
   RequestSlot& slot(std::uint32_t offset) const { return memory_.slot(offset); }
-  std::uint64_t rejected = 0;  // slots whose head was not valid
 
  private:
+  // An eventfd, which is closed with the object.
+  struct Event {
+    ~Event();
+    const int file;
+  };
+
+  bool contains(std::uint32_t offset) const;
   bool valid(std::uint32_t offset, const RequestSlot& head) const;
 
+  const Event wake_client_;
   ChannelMemory memory_;
-  const int wake_client_;
-  bool completed_ = false;
+  // Copies of the positions in the header, which the client could change.
+  std::uint32_t taken_ = 0, completed_ = 0;
+  std::uint32_t in_flight_ = 0;
+  bool notifies_ = false;  // a slot was completed since `finish`
+  bool broken_ = false;    // the client broke the protocol
 };
 
 inline std::uint64_t padded(std::uint64_t bytes) {
