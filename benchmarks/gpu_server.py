@@ -286,7 +286,8 @@ def judge(values: dict[str, float], gpu: Cells, cpu: Cells) -> None:
 
 def run(options: Options) -> Report:
     """On a machine without a GPU (``--force``), the CPU server alone."""
-    report, cores = Report(), Cores.of(sorted(os.sched_getaffinity(0)))
+    report, available = Report(), sorted(os.sched_getaffinity(0))
+    cores = Cores.of(available, options.extra.get("node_cores"))
     asked = options.extra.get("workers")
     workers = min(8, len(cores.workers)) if asked is None else int(asked)
     bench = Bench(report, Extent.of(options), cores, workers)
@@ -354,6 +355,7 @@ BENCHMARK = Benchmark(
             "type": int,
             "help": "workers of the server (default: one per core of theirs, at most 8)",
         },
+        "--node-cores": {"type": int, "help": "of the node's process (default: an eighth)"},
         "--seconds": {"type": float, "help": "of each cell (default 1)"},
         "--parts": {"help": "some of gpu,cpu,lookups,anchor, separated by commas (default: all)"},
         "--triton": {"metavar": "HOST:HTTP:GRPC", "help": "measure this Triton beside it"},

@@ -46,8 +46,9 @@ class Cores:
     load: tuple[int, ...]
 
     @staticmethod
-    def of(available: Sequence[int]) -> Cores:
-        """An eighth for the node, three eighths for the load generator, the rest for the workers."""
+    def of(available: Sequence[int], node: int | None = None) -> Cores:
+        """Three eighths for the load generator, ``node`` (default: an eighth) for the node, the rest for the
+        workers."""
         found = tuple(sorted(available))
         if len(found) == 1:
             return Cores(found, found, found)
@@ -55,7 +56,7 @@ class Cores:
         server = found[:-load]
         if len(found) < 8:
             return Cores(server, server, found[-load:])
-        node = len(found) // 8
+        node = min(len(found) // 8 if node is None else node, len(server) - 1)
         return Cores(server[:node], server[node:], found[-load:])
 
     @property

@@ -28,6 +28,11 @@ def test_cores_of_a_large_machine_are_divided():
     assert cores.spin
 
 
+def test_node_may_have_more_cores():
+    cores = Cores.of(range(16), 4)
+    assert cores == Cores((0, 1, 2, 3), (4, 5, 6, 7, 8, 9), tuple(range(10, 16)))
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 64])
 def test_load_generator_has_cores_apart(count):
     cores = Cores.of(range(count))
