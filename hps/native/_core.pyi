@@ -305,6 +305,13 @@ class BatchScheduler:
     def hold_back(self, stream: int, /) -> int:
         """Make later work on a stream wait for the lanes' kernels that read tables; a CUDA error code."""
 
+class MessageLayout:
+    """Where a message has a request's columns: ``(offset, bytes, add)`` each, in their order.
+
+    ``add`` is added to the column's 64-bit integers, unless it is 0."""
+
+    def __init__(self, columns: Sequence[tuple[int, int, int]]) -> None: ...
+
 class ChannelClient:
     """A client's end of a channel; see hps/request_channel.hpp. Thread-safe, but for `receive`.
 
@@ -322,6 +329,21 @@ class ChannelClient:
         reply_bytes: int,
     ) -> bool:
         """Send a request; False if the channel is full. ``columns``: C-contiguous arrays."""
+
+    def submit_message(
+        self,
+        ticket: int,
+        model: int,
+        batch: int,
+        deadline_ns: int,
+        message: bytes,
+        start: int,
+        layout: MessageLayout,
+        out_bytes: int,
+        reply_bytes: int,
+    ) -> bool:
+        """Send a request whose columns are in ``message`` from ``start`` on. Raises ValueError if it is
+        shorter than ``layout``."""
 
     def receive(self, timeout_ms: int) -> list[tuple[int, int, NDArray[np.uint8], int, int, int]]:
         """Wait for answers: ticket, status, data, samples complete on the device, launch and end in ns."""

@@ -2,12 +2,14 @@
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -155,6 +157,47 @@ nb::dict py_counts(hps::BatchScheduler& scheduler, std::uint32_t model) {
   return found;
 }
 
+// Where a message has the columns of a request: bytes from `offset` on, to which `add` is added as
+// 64-bit integers unless it is 0.
+struct MessageColumn {
+  std::uint64_t offset, bytes;
+  std::int64_t add;
+};
+
+class MessageLayout {
+ public:
+  explicit MessageLayout(
+      const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::int64_t>>& columns) {
+    for (const auto& [offset, bytes, add] : columns) {
+      columns_.push_back({offset, bytes, add});
+      bytes_ += bytes;
+      end_ = std::max(end_, offset + bytes);
+    }
+  }
+
+  void copy(const char* message, std::uint8_t* to) const {
+    for (const MessageColumn& column : columns_) {
+      std::memcpy(to, message + column.offset, column.bytes);
+      if (column.add != 0) {
+        for (std::uint64_t at = 0; at + 8 <= column.bytes; at += 8) {
+          std::uint64_t key;
+          std::memcpy(&key, to + at, 8);
+          key += static_cast<std::uint64_t>(column.add);
+          std::memcpy(to + at, &key, 8);
+        }
+      }
+      to += column.bytes;
+    }
+  }
+
+  std::uint64_t bytes() const { return bytes_; }
+  std::uint64_t end() const { return end_; }
+
+ private:
+  std::vector<MessageColumn> columns_;
+  std::uint64_t bytes_ = 0, end_ = 0;
+};
+
 // A ChannelClient that copies arrays in and out.
 class Client {
  public:
@@ -179,6 +222,27 @@ class Client {
         to += column.nbytes();
       }
     });
+    client_.submit(slot);
+    return true;
+  }
+
+  bool submit_message(std::uint64_t ticket, std::uint32_t model, std::uint32_t batch,
+                      std::int64_t deadline_ns, const nb::bytes& message, std::uint64_t start,
+                      const MessageLayout& layout, std::uint64_t out_bytes,
+                      std::uint64_t reply_bytes) {
+    if (start > message.size() || layout.end() > message.size() - start)
+      throw std::invalid_argument("the message is shorter than its layout");
+    hps::RequestSlot* slot =
+        client_.allocate(layout.bytes(), std::max(out_bytes, reply_bytes));
+    if (slot == nullptr) return false;
+    slot->ticket = ticket;
+    slot->column_bytes = out_bytes;
+    slot->model = model;
+    slot->batch = batch;
+    slot->deadline_ns = deadline_ns;
+    const char* data = message.c_str() + start;
+    without_gil_for_bytes(layout.bytes(),
+                          [&] { layout.copy(data, hps::ChannelClient::inputs(slot)); });
     client_.submit(slot);
     return true;
   }
@@ -269,10 +333,17 @@ void bind_scheduler(nb::module_& m) {
         const WithoutGil released;
         return scheduler.hold_back(pointer<void>(stream));
       });
+  nb::class_<MessageLayout>(m, "MessageLayout")
+      .def(nb::init<
+               const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::int64_t>>&>(),
+           nb::arg("columns"));
   nb::class_<Client>(m, "ChannelClient")
       .def(nb::init<int, int, int>(), nb::arg("file"), nb::arg("wake"), nb::arg("woken"))
       .def("submit", &Client::submit, nb::arg("ticket"), nb::arg("model"), nb::arg("batch"),
            nb::arg("deadline_ns"), nb::arg("columns"), nb::arg("out_bytes"), nb::arg("reply_bytes"))
+      .def("submit_message", &Client::submit_message, nb::arg("ticket"), nb::arg("model"),
+           nb::arg("batch"), nb::arg("deadline_ns"), nb::arg("message"), nb::arg("start"),
+           nb::arg("layout"), nb::arg("out_bytes"), nb::arg("reply_bytes"))
       .def("receive", &Client::receive, nb::arg("timeout_ms"))
       .def("interrupt", &Client::interrupt)
       .def_prop_ro("capacity", &Client::capacity);

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hps.native._core import BatchScheduler, ChannelClient, SizeClass, Step
+from hps.native._core import BatchScheduler, ChannelClient, MessageLayout, SizeClass, Step
 
-__all__ = ["BatchScheduler", "ChannelClient", "SizeClass", "Step"]
+__all__ = ["BatchScheduler", "ChannelClient", "MessageLayout", "SizeClass", "Step"]

@@ -7,10 +7,10 @@ broadcast over the batch of the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from hps.observability.meters import DenseMeter
 from hps.observability.metrics import Metrics
 from hps.predict.checks import TOP_K_INDEX, Arrays, PredictChecks, broadcast_batch
 from hps.predict.network_inputs import check_wiring
-from hps.predict.scheduler.scheduled_model import ScheduledModel
+from hps.predict.scheduler.scheduled_model import PreparedPrediction, ScheduledModel
 from hps.threads import BoundedThreadPool, CompletedFuture, chain_future
 from hps.tracing import call_timed, timed_wait
 from hps.types import LookupRequest, LookupResult, PredictRequest, PredictResult
@@ -109,6 +109,11 @@ class InferencePipeline:
         """Run predictions in common batches on the GPU, as far as ``scheduled`` takes them."""
         self._scheduled = scheduled
 
+    @property
+    def is_scheduled(self) -> bool:
+        """True if predictions run in common batches on a GPU."""
+        return self._scheduled is not None
+
     def predict(self, request: PredictRequest) -> PredictResult:
         """Like ``submit``, but wait for the result."""
         return self.submit(request).result()
@@ -125,13 +130,37 @@ class InferencePipeline:
         wanted = self._check.outputs(request)
         names = self._computed(request, wanted)
 
-        def finish(outputs: Arrays, rows: LookupResult, seconds: float | None) -> PredictResult:
-            if seconds is not None:
-                self._judge(outputs, batch, seconds)
-            return self._result(request, wanted, outputs, batch, rows)
-
+        finish = partial(self._finish_scheduled, request, wanted, batch)
         begun = self._scheduled.start(request, inputs, batch, names, finish)
         return self.submit_alone(request) if begun is None else begun
+
+    def prepare(
+        self, request: PredictRequest, places: Mapping[str, tuple[int, int]]
+    ) -> PreparedPrediction | None:
+        """Prepare ``submit`` for messages that differ from ``request`` only in their tensors' elements.
+
+        ``places``: offset and bytes of each tensor in a message, by its name there. None: use ``submit``."""
+        if self._scheduled is None:
+            return None
+        inputs, batch = self._check.inputs(request)
+        wanted = self._check.outputs(request)
+        names = self._computed(request, wanted)
+        alike = replace(request, features={}, dense={}, origin=None, deadline=None)
+        finish = partial(self._finish_scheduled, alike, wanted, batch)
+        return self._scheduled.prepare(request, inputs, names, places, finish)
+
+    def _finish_scheduled(
+        self,
+        request: PredictRequest,
+        wanted: tuple[str, ...],
+        batch: int,
+        outputs: Arrays,
+        rows: LookupResult,
+        seconds: float | None,
+    ) -> PredictResult:
+        if seconds is not None:
+            self._judge(outputs, batch, seconds)
+        return self._result(request, wanted, outputs, batch, rows)
 
     def submit_alone(self, request: PredictRequest) -> Future[PredictResult]:
         """Like ``submit``, but never in a batch of the GPU's scheduler."""

@@ -31,8 +31,9 @@ def endpoints(
     lookup = LookupEndpoint(served, lookup_name, engine), lookup_info(served)
     if pipeline is None:
         return [(LookupEndpoint(served, served.name, engine), tables_info(served)), lookup], engine
-    scores = pipeline.submit
-    if settings.batching is not None:
+    scores = None
+    # A GPU's scheduler batches by itself.
+    if settings.batching is not None and not pipeline.is_scheduled:
         observe = metrics.histogram(m.BATCH_REQUESTS, served.name).observe
         scores = BatchedPipeline(pipeline, served.engine.features, bounds, observe).submit
     return [(RankingEndpoint(served, scores), ranking_info(served)), lookup], engine

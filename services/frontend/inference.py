@@ -245,7 +245,7 @@ class Inference(ABC):
         elif self.entry.endpoint.is_saturated:
             self.entry.endpoint.require_capacity(refs.size)
         inputs, call.targets = self.port.state.regions.take(refs, self.address())
-        call.inputs.update(inputs)
+        call.add(inputs)
 
     def mark_inferred(self, result: Any) -> int:
         """Record the end of the inference; return the age in seconds of the rows to report, 0 if fresh."""

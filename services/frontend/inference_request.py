@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from hps.lookup.base import PreparedSubmit
+from hps.predict.scheduler.scheduled_model import PreparedPrediction
 from hps.tracing import RequestContext
 from services.frontend.shared_memory_refs import SharedMemoryRefs, Target
+
+
+class RawTensor(NamedTuple):
+    """The position of a tensor's elements in a message, from the request's start of raw tensors."""
+
+    name: str
+    dtype: np.dtype[Any]
+    elements: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the elements."""
+        return self.elements * self.dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -19,10 +35,11 @@ class RequestTemplate:
 
     ``shapes`` of all inputs. ``outputs``: requested names; None: all. ``timeout_us`` 0: the server's
     default.
-    ``memory_refs``: tensors in shared memory.
+    ``memory_refs``: tensors in shared memory. ``raw``: the tensors whose elements are in the message.
 
     A ``kept`` template is shared by requests that differ only in their elements. ``prepared`` is then the
-    endpoint's prepared form of them, and their batch size."""
+    endpoint's prepared form of them, and their batch size; ``prepared_message`` the same for requests that
+    are sent on as they are."""
 
     shapes: dict[str, list[int]] = field(default_factory=dict)
     outputs: tuple[str, ...] | None = None
@@ -30,21 +47,67 @@ class RequestTemplate:
     top_k: int | None = None
     memory_refs: SharedMemoryRefs | None = None
     kept: bool = False
+    raw: list[RawTensor] = field(default_factory=list)
     prepared: tuple[PreparedSubmit, int] | None = None
+    prepared_message: tuple[PreparedPrediction, int] | None = None
 
 
-@dataclass(slots=True)
 class InferenceRequest:
     """One request. ``inputs`` has each tensor's elements ``(n,)``; ``form`` has the shapes.
 
     Inputs are flat and aligned, and may be read-only. ``id`` is the client's name for the request, or
     empty. The endpoint sets ``batch``, the number of samples, for statistics. ``origin``: id and trace,
     None
-    if neither is needed. ``targets``: outputs to write into shared memory, and their locations."""
+    if neither is needed. ``targets``: outputs to write into shared memory, and their locations.
+    ``message``: the bytes that have all inputs as ``form.raw``, from ``start`` on; empty if others have
+    some."""
+
+    __slots__ = ("_inputs", "batch", "form", "id", "message", "origin", "start", "targets")
 
     form: RequestTemplate
-    inputs: dict[str, NDArray[Any]]
-    id: str = ""
-    batch: int = 1
-    origin: RequestContext | None = None
-    targets: Mapping[str, Target] = field(default_factory=dict)
+
+    def __init__(
+        self,
+        form: RequestTemplate,
+        inputs: dict[str, NDArray[Any]] | None = None,
+        id: str = "",
+        *,
+        message: bytes = b"",
+        start: int = 0,
+    ) -> None:
+        """``inputs`` None: they are in ``message``."""
+        self.form = form
+        self._inputs = inputs
+        self.id = id
+        self.message = message
+        self.start = start
+        self.batch = 1
+        self.origin: RequestContext | None = None
+        self.targets: Mapping[str, Target] = {}
+
+    @property
+    def inputs(self) -> dict[str, NDArray[Any]]:
+        if self._inputs is None:
+            # One copy aligns every tensor whose offset is a multiple of its element's size.
+            raw = self.message[self.start :]
+            self._inputs = {tensor.name: _elements(raw, tensor) for tensor in self.form.raw}
+        return self._inputs
+
+    def add(self, inputs: Mapping[str, NDArray[Any]]) -> None:
+        """Add inputs whose elements are elsewhere: not all are in the message any more."""
+        self._inputs = {**inputs, **self.inputs}
+        self.message = b""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the inputs."""
+        if self._inputs is None:
+            return len(self.message) - self.start
+        return sum(array.nbytes for array in self._inputs.values())
+
+
+def _elements(raw: bytes, tensor: RawTensor) -> NDArray[Any]:
+    if not tensor.elements:
+        return np.empty(0, tensor.dtype)
+    flat = np.frombuffer(raw, tensor.dtype, tensor.elements, tensor.offset)
+    return flat if flat.flags.aligned else flat.copy()

@@ -25,6 +25,7 @@ class RankingEndpoint:
 
     def __init__(self, served: ServedModel, scores: Scores | None = None) -> None:
         """``scores`` replaces the model's pipeline."""
+        self._prepare_scores = None if scores or not served.pipeline else served.pipeline.prepare
         dense = served.spec.dense
         assert dense is not None
         assert served.pipeline is not None
@@ -49,6 +50,18 @@ class RankingEndpoint:
         """Start the prediction; see ``Endpoint.submit``."""
         if self._freshness.refusal is not None:
             self._freshness.require()
+        if call.form.prepared_message is not None and call.message:
+            submit, call.batch = call.form.prepared_message
+            return submit(call.message, call.start, deadline, call.origin)
+        request = self._request(call, deadline)
+        if call.form.kept and call.message and self._prepare_scores is not None:
+            places = {tensor.name: (tensor.offset, tensor.size) for tensor in call.form.raw}
+            if (prepared := self._prepare_scores(request, places)) is not None:
+                call.form.prepared_message = prepared, call.batch
+        return self._score(request)
+
+    def _request(self, call: InferenceRequest, deadline: float) -> PredictRequest:
+        """Build the prediction of ``submit``. Raises ``BadRequest``."""
         inputs, shapes = call.inputs, call.form.shapes
         for name in self._required:
             if name not in inputs:
@@ -67,10 +80,8 @@ class RankingEndpoint:
             names = call.form.outputs
             outputs = tuple(name for name in names if name in self._scores) or None
             want_source = self._check_outputs(names, call.form.top_k)
-        return self._score(
-            PredictRequest(
-                features, dense, call.form.top_k, deadline, want_source, outputs, call.origin
-            )
+        return PredictRequest(
+            features, dense, call.form.top_k, deadline, want_source, outputs, call.origin
         )
 
     def _check_outputs(self, names: tuple[str, ...], top_k: int | None) -> bool:

@@ -60,6 +60,8 @@ class ChannelFiles:
 
 
 Finish = Callable[[SchedulerAnswer], PredictResult]
+PreparedMessages = Callable[[bytes, int, "float | None", Finish], "Future[PredictResult]"]
+"""Sends the request in a message, which begins at a position of it."""
 
 
 class SchedulerClient:
@@ -97,21 +99,53 @@ class SchedulerClient:
         ``out_bytes``: those of the outputs' columns, and the most of an encoded reply. ``finish`` makes the
         result of the answer, on the thread that completes requests. Raises ``Unavailable`` if too many
         requests are in flight, or the scheduler's process has ended."""
+        ticket, future = self._begin(finish)
+        sent = not self._closed and self._channel.submit(
+            ticket, model, batch, _deadline_ns(deadline), columns, *out_bytes
+        )
+        return self._sent(ticket, future, sent)
+
+    def prepare(
+        self,
+        model: int,
+        batch: int,
+        layout: Sequence[tuple[int, int, int]],
+        out_bytes: tuple[int, int],
+    ) -> PreparedMessages:
+        """Prepare ``submit`` for messages that have the columns at the same places.
+
+        ``layout``: each column's offset, bytes, and a number to be added to its keys."""
+        from hps.native.scheduler import MessageLayout
+
+        places, channel = MessageLayout(layout), self._channel
+
+        def submit(
+            message: bytes, start: int, deadline: float | None, finish: Finish
+        ) -> Future[PredictResult]:
+            ticket, future = self._begin(finish)
+            sent = not self._closed and channel.submit_message(
+                ticket, model, batch, _deadline_ns(deadline), message, start, places, *out_bytes
+            )
+            return self._sent(ticket, future, sent)
+
+        return submit
+
+    def _begin(self, finish: Finish) -> tuple[int, Future[PredictResult]]:
         future: Future[PredictResult] = Future()
         ticket = next(self._tickets)
         self._waiting[ticket] = future, finish
-        deadline_ns = 0 if deadline is None else max(1, int(deadline * 1e9))
-        sent = not self._closed and self._channel.submit(
-            ticket, model, batch, deadline_ns, columns, *out_bytes
+        return ticket, future
+
+    def _sent(
+        self, ticket: int, future: Future[PredictResult], sent: bool
+    ) -> Future[PredictResult]:
+        if sent and not self._closed:
+            return future
+        if self._waiting.pop(ticket, None) is None and sent:
+            return future  # answered, or failed by `fail`
+        raise Unavailable(
+            self._closed or "too many predictions are in flight to the GPU; retry later"
         )
-        if not sent:
-            self._waiting.pop(ticket, None)
-            raise Unavailable(
-                self._closed or "too many predictions are in flight to the GPU; retry later"
-            )
-        if self._closed and self._waiting.pop(ticket, None) is not None:  # closed meanwhile
-            raise Unavailable(self._closed)
-        return future
 
     @property
     def has_failed(self) -> bool:
@@ -145,6 +179,10 @@ class SchedulerClient:
                 if future.set_running_or_notify_cancel():
                     answer = SchedulerAnswer(Status(status), data, direct, launched_ns, ended_ns)
                     _complete(future, finish, answer)
+
+
+def _deadline_ns(deadline: float | None) -> int:
+    return 0 if deadline is None else max(1, int(deadline * 1e9))
 
 
 def _complete(future: Future[PredictResult], finish: Finish, answer: SchedulerAnswer) -> None:

@@ -94,6 +94,32 @@ class ModelColumns:
         columns += [inputs[name] for name in self._names]
         return columns
 
+    def message_layout(
+        self,
+        request: PredictRequest,
+        inputs: Mapping[str, NDArray[Any]],
+        batch: int,
+        places: Mapping[str, tuple[int, int]],
+    ) -> list[tuple[int, int, int]] | None:
+        """Return where a message has the input columns: offset, bytes, and what is added to keys.
+
+        ``places``: offset and bytes of each tensor in the message of ``request``, by its name there. None if
+        the columns are not in the message as they are."""
+        if self.encode(request, inputs, batch) is None:
+            return None
+        layout = []
+        for (feature, _), width in zip(self._fields, self.input_widths, strict=False):
+            offset, size = places.get(feature.input, (0, 0))
+            if size != width * batch or feature.table.key_bits != 64:
+                return None
+            layout.append((offset, size, _signed(feature.key_offset)))
+        for column in self.inputs:
+            offset, size = places.get(column.name, (0, 0))
+            if size != column.width * batch or request.dense[column.name].dtype != column.dtype:
+                return None
+            layout.append((offset, size, 0))
+        return layout
+
     def decode_inputs(
         self, data: NDArray[np.uint8], batch: int
     ) -> tuple[dict[str, JaggedKeys], Arrays]:
@@ -117,3 +143,8 @@ class ModelColumns:
             if column.name in names:
                 outputs[column.name] = column.view(data[start * batch : end * batch], batch)
         return {name: outputs[name] for name in names}
+
+
+def _signed(number: int) -> int:
+    """Return ``number`` mod 2^64 as a signed integer."""
+    return (number + 2**63) % 2**64 - 2**63

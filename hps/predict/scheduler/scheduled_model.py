@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hps.observability.meters import LookupMeter, TierMeter
 from hps.predict.scheduler.client import SchedulerAnswer, SchedulerClient, Status
 from hps.predict.scheduler.columns import Arrays, ModelColumns
 from hps.predict.scheduler.replies import decode_reply, encode_request
+from hps.tracing import RequestContext
 from hps.types import LookupResult, PredictRequest, PredictResult, Source
 
 REPLY_BYTES = 1 << 14
@@ -24,6 +26,12 @@ Finish = Callable[[Arrays, LookupResult, float | None], PredictResult]
 """Makes the result from the outputs, the lookup's report, and the seconds that the request took.
 
 None: another process has counted the request."""
+
+
+PreparedPrediction = Callable[
+    [bytes, int, "float | None", "RequestContext | None"], "Future[PredictResult]"
+]
+"""Starts the prediction in a message that begins at a position, given its deadline and context."""
 
 
 class ScheduledModel:
@@ -64,25 +72,65 @@ class ScheduledModel:
         if request.want_source or columns is None:
             return self._start_encoded(request, batch, names, finish) if self._remote else None
         out_bytes = batch * self._columns.output_width
-
-        def complete(answer: SchedulerAnswer) -> PredictResult:
-            seconds = (answer.ended_ns - answer.launched_ns) * 1e-9
-            if answer.status == Status.REPLIED:
-                return _replied(answer, names, finish)
-            if request.origin is not None and request.origin.is_profiled:
-                request.origin.stage("device", answer.launched_ns, answer.ended_ns)
-            self._count(answer.direct, seconds)
-            outputs = self._columns.decode_outputs(answer.data, batch, names)
-            return finish(outputs, LookupResult({}), seconds)
-
         return self._client.submit(
             self._number,
             batch,
             columns,
             (out_bytes, out_bytes + REPLY_BYTES),
             request.deadline,
-            complete,
+            partial(self._finish, batch, names, finish, request.origin),
         )
+
+    def prepare(
+        self,
+        request: PredictRequest,
+        inputs: Arrays,
+        names: tuple[str, ...],
+        places: Mapping[str, tuple[int, int]],
+        finish: Finish,
+    ) -> PreparedPrediction | None:
+        """Prepare requests that differ from ``request`` only in the elements of their tensors.
+
+        ``places``: offset and bytes of each tensor in a message; ``inputs`` as in `start`. None if such
+        requests cannot be sent as they are."""
+        batch = len(next(iter(inputs.values()))) if inputs else 0
+        batch = max([batch, *(jagged.batch for jagged in request.features.values())])
+        layout = None
+        if not request.want_source:
+            layout = self._columns.message_layout(request, inputs, batch, places)
+        if layout is None:
+            return None
+        size = batch * self._columns.output_width
+        send = self._client.prepare(self._number, batch, layout, (size, size + REPLY_BYTES))
+        complete = partial(self._finish, batch, names, finish, None)
+
+        def submit(
+            message: bytes, start: int, deadline: float | None, origin: RequestContext | None
+        ) -> Future[PredictResult]:
+            if origin is None:
+                return send(message, start, deadline, complete)
+            end = partial(self._finish, batch, names, finish, origin)
+            return send(message, start, deadline, end)
+
+        return submit
+
+    def _finish(
+        self,
+        batch: int,
+        names: tuple[str, ...],
+        finish: Finish,
+        origin: RequestContext | None,
+        answer: SchedulerAnswer,
+    ) -> PredictResult:
+        """Count an answer and make the result of it."""
+        if answer.status == Status.REPLIED:
+            return _replied(answer, names, finish)
+        if origin is not None and origin.is_profiled:
+            origin.stage("device", answer.launched_ns, answer.ended_ns)
+        seconds = (answer.ended_ns - answer.launched_ns) * 1e-9
+        self._count(answer.direct, seconds)
+        outputs = self._columns.decode_outputs(answer.data, batch, names)
+        return finish(outputs, LookupResult({}), seconds)
 
     def _start_encoded(
         self, request: PredictRequest, batch: int, names: tuple[str, ...], finish: Finish

@@ -149,7 +149,7 @@ class AdmissionQueue:
                 return self._track(self._endpoint.submit(call, deadline))
             if self._take_free_slot(reserved):
                 return self._submit_running(call, deadline)
-        size = sum(array.nbytes for array in call.inputs.values())
+        size = call.size
         start = partial(self._endpoint.submit, call, deadline)
         return self._enqueue(start, size, deadline, reserved=reserved)
 

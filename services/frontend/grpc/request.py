@@ -24,7 +24,7 @@ from services.frontend import request_errors as faults
 from services.frontend.datatypes import InputRule
 from services.frontend.grpc.protobuf_wire import MalformedMessage, content_at, varint
 from services.frontend.grpc.typed_contents import contents
-from services.frontend.inference_request import InferenceRequest, RequestTemplate
+from services.frontend.inference_request import InferenceRequest, RawTensor, RequestTemplate
 from services.frontend.shared_memory_refs import (
     PARAMETERS,
     SharedMemoryRef,
@@ -41,33 +41,24 @@ _DESCRIBES = frozenset({_PARAMETERS, _INPUTS, _OUTPUTS})
 _FORMS_KEPT, _FORM_KEPT_BYTES = 256, 8192
 
 
-class _RawTensor(NamedTuple):
-    """Position of a raw tensor after the description; ``head``, its tag and length, ends at ``offset``."""
-
-    name: str
-    dtype: np.dtype[Any]
-    elements: int
-    head: bytes
-    offset: int
-
-
 @dataclass(slots=True)
 class GrpcRequestTemplate(RequestTemplate):
     """The parsed description of a request.
 
-    In a kept one, ``raw`` are the inputs, which take ``raw_size`` bytes after the description, and ``heads``
-    caches the encoded heads of its responses.
+    In a kept one, ``raw`` are the inputs, which take ``raw_size`` bytes after the description; before the
+    elements of each are its tag and length, ``raw_heads`` with their offsets. ``heads`` caches the encoded
+    heads of its responses.
     """
 
-    raw: list[_RawTensor] = field(default_factory=list)
     raw_size: int = 0
+    raw_heads: list[tuple[bytes, int]] = field(default_factory=list)
     heads: dict[Any, bytes] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
 class GrpcInferenceRequest(InferenceRequest):
     """An inference request received over gRPC."""
 
+    __slots__ = ()
     form: GrpcRequestTemplate
 
 
@@ -123,8 +114,8 @@ class GrpcRequestParser:
         if size is not None:
             end = to.end + size
             form = self._forms.get(message[to.end : end])
-            if form is not None and (inputs := _raw_tensors(message, end, form)) is not None:
-                return GrpcInferenceRequest(form, inputs, to.id)
+            if form is not None and _has_tensors(message, end, form):
+                return GrpcInferenceRequest(form, None, to.id, message=message, start=end)
         return self._read(message, to)
 
     def _read(self, message: bytes, to: ModelReference) -> GrpcInferenceRequest:
@@ -142,7 +133,7 @@ class GrpcRequestParser:
     def _keep(self, form: GrpcRequestTemplate, message: bytes, start: int) -> None:
         """Keep ``form`` if its description begins at ``start`` and ends where the raw tensors begin."""
         end = _description_end(message, start)
-        if end - start > _FORM_KEPT_BYTES or _raw_tensors(message, end, form) is None:
+        if end - start > _FORM_KEPT_BYTES or not _has_tensors(message, end, form):
             return
         if len(self._forms) >= _FORMS_KEPT:
             self._forms, self._sizes = {}, {}
@@ -206,29 +197,18 @@ class GrpcRequestParser:
                     f"shape {list(tensor.shape)} of {tensor.datatype} takes {count * dtype.itemsize}"
                 )
             head = b"%c%b" % (_RAW, varint(len(raw)))
-            form.raw.append(_RawTensor(name, dtype, count, head, form.raw_size + len(head)))
+            form.raw_heads.append((head, form.raw_size))
+            form.raw.append(RawTensor(name, dtype, count, form.raw_size + len(head)))
             form.raw_size += len(head) + len(raw)
             inputs[name] = np.frombuffer(raw, dtype) if count else np.empty(0, dtype)
         return inputs
 
 
-def _raw_tensors(
-    message: bytes, end: int, form: GrpcRequestTemplate
-) -> dict[str, NDArray[Any]] | None:
-    """Return the raw tensors after a description that ends at ``end``; None unless they fit ``form``."""
+def _has_tensors(message: bytes, end: int, form: GrpcRequestTemplate) -> bool:
+    """True if the raw tensors of ``form`` are all that follows a description that ends at ``end``."""
     if len(message) - end != form.raw_size:
-        return None
-    inputs = {}
-    for name, dtype, elements, head, offset in form.raw:
-        start = end + offset
-        if not message.startswith(head, start - len(head)):
-            return None
-        if not elements:
-            inputs[name] = np.empty(0, dtype)
-            continue
-        flat = np.frombuffer(message, dtype, elements, start)
-        inputs[name] = flat if flat.flags.aligned else flat.copy()
-    return inputs
+        return False
+    return all(message.startswith(head, end + offset) for head, offset in form.raw_heads)
 
 
 def _description_end(message: bytes, at: int) -> int:

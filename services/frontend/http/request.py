@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import orjson
@@ -23,7 +23,7 @@ from hps.errors import BadRequest
 from services.frontend import request_errors as faults
 from services.frontend.datatypes import InputRule, numbers
 from services.frontend.http.request_faults import explain
-from services.frontend.inference_request import InferenceRequest, RequestTemplate
+from services.frontend.inference_request import InferenceRequest, RawTensor, RequestTemplate
 from services.frontend.shared_memory_refs import (
     PARAMETERS,
     SharedMemoryRefs,
@@ -41,22 +41,12 @@ _FAULTS = (KeyError, TypeError, ValueError, AttributeError, IndexError, Overflow
 _FORMS_KEPT, _HEADER_KEPT = 256, 8192
 
 
-class _BinaryInput(NamedTuple):
-    """The position of a binary input after the header; ``aligned`` to its element size there."""
-
-    name: str
-    dtype: np.dtype[Any]
-    elements: int
-    offset: int
-    aligned: bool
-
-
 @dataclass(slots=True)
 class JsonRequestTemplate(RequestTemplate):
     """A parsed JSON header.
 
-    ``json_inputs`` are the elements of inputs with JSON data, ``raw`` the inputs that follow in ``raw_size``
-    bytes; the others are in shared memory. ``binary``: by output name, whether it is sent as binary;
+    ``json_inputs`` are the elements of inputs with JSON data; ``raw`` follow in ``raw_size`` bytes.
+    ``binary``: by output name, whether it is sent as binary;
     ``others_binary`` holds for other outputs.
 
     ``heads`` are the heads of answers that ``HttpResponseEncoder`` has written for a kept template.
@@ -64,7 +54,6 @@ class JsonRequestTemplate(RequestTemplate):
 
     id: str = ""
     json_inputs: dict[str, NDArray[Any]] = field(default_factory=dict)
-    raw: list[_BinaryInput] = field(default_factory=list)
     raw_size: int = 0
     binary: dict[str, bool] = field(default_factory=dict)
     others_binary: bool = False
@@ -74,10 +63,10 @@ class JsonRequestTemplate(RequestTemplate):
         return self.binary.get(output, self.others_binary)
 
 
-@dataclass(slots=True)
 class JsonInferenceRequest(InferenceRequest):
     """A request with a JSON header."""
 
+    __slots__ = ()
     form: JsonRequestTemplate
 
 
@@ -97,7 +86,7 @@ class HttpRequestParser:
         """
         try:
             if header_size is None:
-                return _call(self._read(body), b"")
+                return _call(self._read(body), body, len(body))
             text = body[:header_size]
             form = self._forms.get(text)
             if form is None:
@@ -105,8 +94,7 @@ class HttpRequestParser:
                 if not form.json_inputs and header_size <= _HEADER_KEPT:
                     form.kept = True
                     memoize(self._forms, text, form, _FORMS_KEPT)
-            # One copy aligns every tensor whose offset is a multiple of its element's size.
-            return _call(form, body[header_size:])
+            return _call(form, body, header_size)
         except _FAULTS as error:
             raise explain(body, header_size, self._model, self._rules, error) from None
 
@@ -182,7 +170,7 @@ def _form(
             continue
         if size != count * dtype.itemsize or "data" in item or not _PLACES.isdisjoint(parameters):
             raise ValueError("binary_data_size")
-        form.raw.append(_BinaryInput(name, dtype, count, offset, offset % dtype.itemsize == 0))
+        form.raw.append(RawTensor(name, dtype, count, offset))
         offset += count * dtype.itemsize
     form.raw_size = offset
     _with_options(form, header, refs)
@@ -191,15 +179,14 @@ def _form(
     return form
 
 
-def _call(form: JsonRequestTemplate, raw: bytes) -> JsonInferenceRequest:
-    """Create the request from its template and the bytes after its header."""
-    if len(raw) != form.raw_size:
+def _call(form: JsonRequestTemplate, body: bytes, start: int) -> JsonInferenceRequest:
+    """Create the request from its template and the bytes of ``body`` from ``start`` on."""
+    if len(body) - start != form.raw_size:
         raise ValueError("size of the body")
-    inputs = dict(form.json_inputs)
-    for name, dtype, count, offset, aligned in form.raw:
-        flat = np.frombuffer(raw, dtype, count, offset)
-        inputs[name] = flat if aligned else flat.copy()
-    return JsonInferenceRequest(form, inputs, form.id)
+    call = JsonInferenceRequest(form, None, form.id, message=body, start=start)
+    if form.json_inputs:
+        call.add(form.json_inputs)
+    return call
 
 
 def _with_options(
