@@ -12,17 +12,37 @@ import numpy as np
 import pytest
 
 import hps
+from hps.config.model_schema import ModelSpec
 from hps.errors import BadRequest, DeadlineExceeded, Unavailable
+from hps.models.version_writer import write_version
 from hps.predict.scheduler.channel_socket import NODE_ENDED, connect
-from hps.types import Source, version_now
+from hps.types import JaggedKeys, Source, version_now
 from tests.unit.node.test_gpu_caches import (  # noqa: F401 # fixtures
+    DENSE,
+    FEATURES,
     HELD,
+    TABLES,
+    network,
     open_node,
-    repository,
     request_of,
+    rows,
     same,
     table_of,
 )
+
+HOTNESS = {"item": 3, "seen": 2}
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """A model whose features have fixed numbers of keys per sample, as common batches need."""
+    folder = tmp_path_factory.mktemp("models")
+    features = [f.model_copy(update={"hotness": HOTNESS.get(f.name, f.hotness)}) for f in FEATURES]
+    spec = ModelSpec(name="m", tables=TABLES, features=features, dense=DENSE)
+    keys = np.arange(HELD)
+    held = {table.name: (keys, rows(keys, table.dim)) for table in TABLES}
+    write_version(folder, spec, 1, held, dense=network())
+    return folder
 
 
 @pytest.fixture
@@ -82,7 +102,9 @@ def test_deleted_rows_are_reported_as_defaults(attached):
 def test_requests_without_columns_are_answered_by_the_node(attached):
     _, process, plain, _ = attached
     features, dense = request_of(np.arange(200), 3)
-    features["seen"] = [[1], [2, 3, 4], []]
+    weights = np.array([0.5, 1, 2, 0, 1, 1], np.float32)
+    features["item"] = JaggedKeys(np.arange(9), 3, None, np.ones(9, np.float32))
+    features["seen"] = JaggedKeys(np.arange(6), 3, None, weights)
     same(process.predict("m", features, dense), plain.predict("m", features, dense))
     result = process.predict("m", *request_of(np.arange(200), 2), want_source=True)
     assert set(result.sources["user"]) == {Source.GPU}
@@ -134,6 +156,7 @@ def test_ended_client_leaves_no_open_file_behind(attached):
 _CLIENT = """
 import sys
 import numpy as np
+from hps.models.version_writer import write_version
 from hps.predict.scheduler.channel_socket import connect
 
 client, columns = connect(sys.argv[1]), [np.zeros(int(n), np.uint8) for n in sys.argv[3:]]
