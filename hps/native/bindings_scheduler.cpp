@@ -232,8 +232,7 @@ class Client {
                       std::uint64_t reply_bytes) {
     if (start > message.size() || layout.end() > message.size() - start)
       throw std::invalid_argument("the message is shorter than its layout");
-    hps::RequestSlot* slot =
-        client_.allocate(layout.bytes(), std::max(out_bytes, reply_bytes));
+    hps::RequestSlot* slot = client_.allocate(layout.bytes(), std::max(out_bytes, reply_bytes));
     if (slot == nullptr) return false;
     slot->ticket = ticket;
     slot->column_bytes = out_bytes;
@@ -334,8 +333,7 @@ void bind_scheduler(nb::module_& m) {
         return scheduler.hold_back(pointer<void>(stream));
       });
   nb::class_<MessageLayout>(m, "MessageLayout")
-      .def(nb::init<
-               const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::int64_t>>&>(),
+      .def(nb::init<const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::int64_t>>&>(),
            nb::arg("columns"));
   nb::class_<Client>(m, "ChannelClient")
       .def(nb::init<int, int, int>(), nb::arg("file"), nb::arg("wake"), nb::arg("woken"))
