@@ -63,7 +63,9 @@ def _on_device(name: str, keys: Any, device_keys: DeviceKeys) -> JaggedKeys | No
         array = device_keys(name, keys.keys)
         return None if array is None else replace(keys, keys=array.reshape(-1))
     array = device_keys(name, keys)
-    return None if array is None else JaggedKeys(array.reshape(-1), len(array))
+    if array is None:
+        return None
+    return JaggedKeys(array if array.ndim == 1 else array.reshape(-1), len(array))
 
 
 def tensor(name: str, array: Any) -> NDArray[Any]:

@@ -55,8 +55,6 @@ class MissReport:
 
     counts: NDArray[np.int64]
     left: list[NDArray[np.int64]] | None
-    missed: bool
-    """Whether there were misses."""
 
 
 class MissRows:
@@ -65,18 +63,15 @@ class MissRows:
     def __init__(self) -> None:
         self._buffers = [_RowBuffer(), _RowBuffer()]
 
-    def fill(self, fetch: Any, stream: Any, gather: Gather) -> MissReport:
-        """Wait for ``fetch``, launched on ``stream``, and fill its misses with the rows of ``gather``.
+    def fill(self, fetch: Any, first: int, stream: Any, gather: Gather) -> MissReport:
+        """Fill the misses of ``fetch``, launched on ``stream``, with the rows of ``gather``.
 
-        Does not wait for the last copies of rows, which are on ``stream``."""
+        ``first``: the number of a chunk before which there are none. Does not wait for the last copies of
+        rows, which are on ``stream``."""
         counts = np.zeros((len(fetch.requests), 2), np.int64)
         left: list[tuple[Any, NDArray[np.uint32]]] = []
-        missed = False
-        for chunk in fetch.chunks:
+        for chunk in fetch.chunks[first:]:
             missing = chunk.wait(stream)
-            if not missing:
-                continue
-            missed = True
             own = np.zeros((len(chunk.tables), 2), np.uint32)
             for start in range(0, missing, SLICE_ROWS):
                 stop = min(missing, start + SLICE_ROWS)
@@ -84,7 +79,7 @@ class MissRows:
                 if len(unanswered):
                     left.append((chunk, unanswered))
             counts[chunk.indices] += own
-        return MissReport(counts, _by_table(fetch, left) if left else None, missed)
+        return MissReport(counts, _by_table(fetch, left) if left else None)
 
     def _fill_slice(
         self,

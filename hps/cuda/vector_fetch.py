@@ -130,6 +130,7 @@ class _Chunk:
         sizes = [stop - start for _, start, stop in pieces]
         ends = np.cumsum(sizes)
         self.bases = (ends - sizes).astype(np.uint32)
+        self._partial = False
         self._sizes, self._first_keys = np.array(sizes), np.array(self.starts)
         self.first = fetch.starts[pieces[0][0]] + pieces[0][1]
         self.last = self.first + int(ends[-1])
@@ -225,12 +226,10 @@ class _Chunk:
         copy_keys(mine, fetch.flat[self.first : self.last])
 
     def launch(self, stream: Any, block: int, used: NDArray[np.int64] | None) -> None:
-        self._ns[:] = self._sizes
-        if used is not None:
-            self._ns[:] = np.clip(used[self.indices] - self._first_keys, 0, self._sizes)
+        if used is not None or self._partial:
+            self._limit(used)
         self._now[:] = [table.now for table in self._held]
         np.add(self._offsets, np.uint64(block), out=self._outs)
-        self._place_outs[:] = self._outs
         self._fetch.readers.run(stream, partial(self._run, stream))
         if self._counted_by_copy:
             runtime, counts = cupy().cuda.runtime, self._counts
@@ -238,6 +237,13 @@ class _Chunk:
             counts.data.memset_async(0, 4, stream)
         if len(self._fetch.chunks) > 1:
             self._end.record(stream)
+
+    def _limit(self, used: NDArray[np.int64] | None) -> None:
+        """Fetch only the first ``used (tables,)`` keys of each table of the fetch; None: all."""
+        self._partial = used is not None
+        self._ns[:] = self._sizes
+        if used is not None:
+            self._ns[:] = np.clip(used[self.indices] - self._first_keys, 0, self._sizes)
 
     def _run(self, stream: Any) -> None:
         self._kernels.launch(self._blocks, self._args, stream, self._windows, self._later)
@@ -263,7 +269,7 @@ class _Chunk:
         """Write ``n`` rows, `stride` bytes apart, to the positions of the misses from ``first`` on.
 
         ``rows_at``, ``sources_at``: addresses for kernels of the rows and of their source codes."""
-        args = self._place_args
+        args, self._place_outs[:] = self._place_args, self._outs
         args["positions"], args["n"] = self.positions_at + 4 * first, n
         args["rows"], args["sources"] = rows_at, sources_at
         self._place.launch(blocks_of(n, self._place_tile), args, stream.ptr)

@@ -107,7 +107,16 @@ class Space:
     def fill_rows(self, out: Any, positions: Any, row: Any, stream: Any) -> None:
         out[positions] = row
 
-    def after_current(self, stream: Any) -> None:
+    def allocate(self, size: int) -> Any:
+        return self.bytes(size)
+
+    def array_address(self, array: Any) -> int:
+        return int(array.ctypes.data)
+
+    def event(self) -> None:
+        pass
+
+    def after_current(self, stream: Any, event: Any) -> None:
         self.waited += 1
 
     def device_keys(self, name: str, keys: Any) -> Any:
@@ -241,7 +250,7 @@ class Cache(MemoryTier):
     ) -> VectorFetch:
         return VectorFetch(self, asks, offsets, on_device, sources)
 
-    def fill_misses(self, fetch: VectorFetch, stream: Any, gather: Any) -> MissReport:
+    def fill_misses(self, fetch: VectorFetch, stream: Any, gather: Any) -> MissReport | None:
         return fetch.fill(gather)
 
     def prepare_rows(self, asks: Any) -> PreparedRows:
@@ -301,7 +310,7 @@ class VectorFetch:
             missing.append(np.flatnonzero(~found) + base)
         self.missing = np.random.default_rng(1).permutation(np.concatenate(missing))
 
-    def fill(self, gather: Any) -> MissReport:
+    def fill(self, gather: Any) -> MissReport | None:
         n, counts = len(self.missing), np.zeros((len(self.tables), 2), np.uint32)
         listed = any(self._on_device)
         keys = self.flat[self.missing] if listed else self.flat
@@ -315,7 +324,7 @@ class VectorFetch:
             if gather(batch):
                 left = self._left(positions[sources == UNANSWERED])
             self._place(rows, sources)
-        return MissReport(counts.astype(np.int64), left, n > 0)
+        return MissReport(counts.astype(np.int64), left) if n else None
 
     def _place(self, rows: Any, sources: Any) -> None:
         parts = np.searchsorted(self.bases, self.missing, side="right") - 1

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cuda.miss_fill import MissBatch, MissReport, no_rows
+from hps.cuda.miss_fill import MissBatch, no_rows
 from hps.cuda.prepared import FixedRows
 from hps.lookup.base import Feature
 from hps.native import WorkerPool
@@ -133,7 +133,7 @@ class FilledFetch:
         offsets, size = block_offsets(
             [ask.n * table.row_bytes for ask, table in zip(asks, tables, strict=True)]
         )
-        self._block, total = self._space.bytes(size), int(self._sizes.sum())
+        self._block, total = self._space.allocate(size), int(self._sizes.sum())
         self._sources = self._space.bytes(total)
         starts = (np.cumsum(self._sizes) - self._sizes).tolist()
         self._rows = [
@@ -152,6 +152,7 @@ class FilledFetch:
         self.keys: list[NDArray[np.int64]] = self._fetch.keys
         self._arrays: Sequence[Any] = self.keys
         self._pooling = cache.prepare_rows(self._fixed_rows(asks))
+        self._no_misses = np.zeros((len(asks), 2), np.int64)
         self._used, self._started = self._sizes, 0.0
         self._answers: list[tuple[int, int, int]] = []
 
@@ -185,13 +186,15 @@ class FilledFetch:
         self._fetch.launch(stream, self._space.address(self._block), arrays, used=used)
         report = self._cache.fill_misses(self._fetch, stream, self._host.gather)
         seconds = time.perf_counter() - self._started
-        self._count(report)
-        if report.left is not None and not self._bring(report.left, stream, deadline):
+        counts = self._no_misses if report is None else report.counts
+        self._answers = answered(self._used, counts, self._host.code)
+        left = None if report is None else report.left
+        if left is not None and not self._bring(left, stream, deadline):
             return False
         self._pooling.launch(stream)
         if self._observe is not None:
-            counts = zip(self._features, self._used.tolist(), report.counts.tolist(), strict=True)
-            self._observe([(f.table, n, n - missed) for f, n, (missed, _) in counts], seconds)
+            each = zip(self._features, self._used.tolist(), counts.tolist(), strict=True)
+            self._observe([(f.table, n, n - missed) for f, n, (missed, _) in each], seconds)
         return True
 
     def finish(self) -> int:
@@ -200,10 +203,6 @@ class FilledFetch:
         names = [self._features[i].name for i, _, _ in self._answers]
         self._meter.counted(answers, time.perf_counter() - self._started, names)
         return sum(n for _, code, n in self._answers if code == Source.DEFAULT)
-
-    def _count(self, report: MissReport) -> None:
-        """Note the sources of the rows found on the device and in memory."""
-        self._answers = answered(self._used, report, self._host.code)
 
     def _bring(
         self, left: Sequence[NDArray[np.int64]], stream: Any, deadline: float | None
@@ -241,9 +240,13 @@ def fetch_over_bridge(
     ]
 
 
-def answered(sizes: NDArray[np.int64], report: MissReport, code: int) -> list[tuple[int, int, int]]:
-    """Return ``(feature, source code, keys)`` for rows of the device and of host memory, ``code``."""
-    missed, found = report.counts[:, 0], report.counts[:, 1]
+def answered(
+    sizes: NDArray[np.int64], counts: NDArray[np.int64], code: int
+) -> list[tuple[int, int, int]]:
+    """Return ``(feature, source code, keys)`` for rows of the device and of host memory, ``code``.
+
+    ``counts (features, 2)``: see `MissReport`."""
+    missed, found = counts[:, 0], counts[:, 1]
     answers = [(i, int(Source.GPU), n) for i, n in enumerate((sizes - missed).tolist()) if n]
     return answers + [(i, code, n) for i, n in enumerate(found.tolist()) if n]
 

@@ -55,8 +55,11 @@ class _PreparedPooled:
 
     pooled: Any
     block: Any
+    size: int
     places: list[tuple[str, int, tuple[int, int], Any]]
     bags: list[DeviceBags]
+    ordered: Any
+    """An event, see `DeviceSpace.after_current`."""
     fetched: FilledFetch | None = None
 
 
@@ -105,15 +108,17 @@ class PreparedDeviceLookups:
                 prepared = idle.get_nowait()
             except queue.Empty:
                 prepared = self._prepare(features, keys)
+            waits = True
             try:
                 arrays = [f.shift(mine.keys) for f, mine in zip(features, keys, strict=True)]
-                if not all(type(array) is np.ndarray for array in arrays):
-                    space.after_current(stream)
                 if isinstance(prepared, PreparedVectors):
-                    return self._look_up_vectors(prepared, features, arrays, stream, deadline)
+                    result = self._look_up_vectors(prepared, features, arrays, stream, deadline)
+                    waits = False
+                    return result
                 return self._look_up_pooled(prepared, features, arrays, stream, deadline)
             finally:
-                stream.synchronize()  # its next user may have another stream
+                if waits:
+                    stream.synchronize()  # its next user may have another stream
                 idle.put(prepared)
                 space.give_back(stream)
 
@@ -140,6 +145,7 @@ class PreparedDeviceLookups:
         deadline: float | None,
     ) -> LookupResult | None:
         result = None
+        self._space.after_current(stream, prepared.ordered)
         if self._backoff.is_due():
             result = self._pool(prepared, features, arrays, stream)
             self._backoff.record(worked=result is not None)
@@ -162,7 +168,7 @@ class PreparedDeviceLookups:
             if type(mine) is np.ndarray:
                 buffer[:] = mine
             else:
-                on_device[i] = self._space.address(mine)
+                on_device[i] = self._space.array_address(mine)
         prepared.pooled.launch(stream, on_device)
         result = LookupResult(self._copied_vectors(prepared, stream))
         if prepared.pooled.missing():
@@ -195,8 +201,9 @@ class PreparedDeviceLookups:
     def _copied_vectors(self, prepared: _PreparedPooled, stream: Any) -> dict[str, Any]:
         """Copy the block's vectors to new arrays; waits for the stream."""
         space = self._space
-        fresh = space.empty((len(prepared.block),), np.uint8, stream)
-        space.assign(fresh, prepared.block, stream)
+        fresh = space.allocate(prepared.size)
+        to, source = space.address(fresh), space.address(prepared.block)
+        space.copy(to, source, prepared.size, stream)
         stream.synchronize()
         return {
             name: space.array(fresh, at, shape, dtype) for name, at, shape, dtype in prepared.places
@@ -214,7 +221,7 @@ class PreparedDeviceLookups:
         offsets, size = block_offsets(
             [n * f.table.row_bytes for (n, _), f in zip(shapes, features, strict=True)]
         )
-        block = self._space.bytes(size)
+        block = self._space.allocate(size)
         places, bags = [], []
         for (feature, mine), shape, at, there in zip(
             pairs, shapes, offsets, on_device, strict=True
@@ -223,4 +230,5 @@ class PreparedDeviceLookups:
             out = self._space.array(block, at, shape, dtype)
             bags.append(DeviceBags(feature, n, n // shape[0], out, there))
             places.append((feature.name, at, shape, dtype))
-        return _PreparedPooled(prepared_pooling(self._device, bags), block, places, bags)
+        pooled, ordered = prepared_pooling(self._device, bags), self._space.event()
+        return _PreparedPooled(pooled, block, size, places, bags, ordered)

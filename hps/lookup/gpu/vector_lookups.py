@@ -33,9 +33,11 @@ _GPU, _DEFAULT = int(Source.GPU), int(Source.DEFAULT)
 class PreparedVectors:
     """A prepared fetch into one block, and each feature's place in it.
 
+    ``ordered``: an event, see `DeviceSpace.after_current`.
     ``finished`` and ``observe`` count a lookup that the device answered alone, given its seconds."""
 
     fetch: Any
+    ordered: Any
     size: int
     places: list[tuple[str, int, tuple[int, int], Any]]
     sizes: NDArray[np.int64]
@@ -76,6 +78,7 @@ class VectorLookups:
         found = [(table, n, n) for table, n in requests]
         return PreparedVectors(
             fetch,
+            self._space.event(),
             size,
             places,
             np.array(sizes),
@@ -91,24 +94,28 @@ class VectorLookups:
         stream: Any,
         deadline: float | None,
     ) -> LookupResult | None:
-        """Return the rows of each feature's keys in ``arrays``, complete; None if one is not in memory."""
+        """Return the rows of each feature's keys in ``arrays``, complete; None if one is not in memory.
+
+        Waits for ``stream``. Arrays on the device are read after the work on the thread's current stream."""
         started, space = time.perf_counter(), self._space
-        block = space.empty(prepared.size, np.uint8, stream)
+        block = space.allocate(prepared.size)
+        space.after_current(stream, prepared.ordered)
         prepared.fetch.launch(stream, space.address(block), arrays, self._copy_keys)
         report = self._device.fill_misses(prepared.fetch, stream, self._host.gather)
         rows = {
             name: space.array(block, at, shape, dtype) for name, at, shape, dtype in prepared.places
         }
-        if not report.missed:
+        if report is None:
             seconds = time.perf_counter() - started
             prepared.finished(seconds)
             prepared.observe(seconds)
             return LookupResult(rows)
         fetched = time.perf_counter() - started
-        answers = answered(prepared.sizes, report, self._host.code)
+        answers = answered(prepared.sizes, report.counts, self._host.code)
         if report.left is not None:
             codes = self._bring(features, arrays, rows, report.left, stream, deadline)
             if codes is None:
+                stream.synchronize()
                 return None
             for i, own in enumerate(codes):
                 answers += bridged(i, own)

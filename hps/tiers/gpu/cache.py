@@ -190,18 +190,20 @@ class GpuCache(GpuTables):
         with self._device:
             return VectorFetch(self._readers, requests, offsets, on_device, codes)
 
-    def fill_misses(self, fetch: VectorFetch, stream: Any, gather: Gather) -> MissReport:
+    def fill_misses(self, fetch: VectorFetch, stream: Any, gather: Gather) -> MissReport | None:
         """Wait for ``fetch``, launched on ``stream``, and fill its misses with rows of ``gather``.
 
-        The last of these may still be on their way: wait for ``stream``. Thread-safe."""
+        None if there are no misses; else the last rows may still be on their way: wait for ``stream``. The
+        cache's device must be the current one. Thread-safe."""
+        first = next((i for i, chunk in enumerate(fetch.chunks) if chunk.wait(stream)), None)
+        if first is None:
+            return None
         try:
             rows = self._miss_rows.get_nowait()
         except queue.Empty:
-            with self._device:
-                rows = MissRows()
+            rows = MissRows()
         try:
-            with self._device:
-                return rows.fill(fetch, stream, gather)
+            return rows.fill(fetch, first, stream, gather)
         finally:
             self._miss_rows.put(rows)
 

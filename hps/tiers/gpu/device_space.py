@@ -64,11 +64,24 @@ class DeviceSpace:
     def give_back(self, stream: Any) -> None:
         self._streams.put(stream)
 
-    def after_current(self, stream: Any) -> None:
-        """Let ``stream`` wait for the work on the thread's current stream of this device."""
-        event = self._cupy.cuda.Event(disable_timing=True)
+    def event(self) -> Any:
+        """Make an event for `after_current`."""
+        with self.device:
+            return self._cupy.cuda.Event(disable_timing=True)
+
+    def after_current(self, stream: Any, event: Any) -> None:
+        """Let ``stream`` wait for the work on the thread's current stream of the current device.
+
+        ``event`` must not be in use by another thread."""
         event.record(self._cupy.cuda.get_current_stream())
         stream.wait_event(event)
+
+    def allocate(self, size: int) -> Any:
+        """Allocate ``size`` bytes on the current device, for `array` and `address`.
+
+        They must be used on the thread's current stream, or on one ordered after it: the memory may be
+        that of an array which was released while work on that stream still uses it."""
+        return self._cupy.cuda.alloc(size)
 
     def device_keys(self, name: str, keys: Any) -> Any:
         """Return ``keys``, integers on a device, as a C-contiguous CuPy array of int64; None for others.
@@ -94,6 +107,8 @@ class DeviceSpace:
                 f"feature {name!r}: the keys are on GPU {keys.data.device_id}, the rows on GPU "
                 f"{self.number}; copy the keys there"
             )
+        if keys.dtype == np.int64 and keys.flags.c_contiguous:
+            return keys
         if keys.dtype.itemsize == 8:
             return cp.ascontiguousarray(keys).view(np.int64)
         return cp.ascontiguousarray(keys, np.int64)
@@ -110,12 +125,18 @@ class DeviceSpace:
         return np.frombuffer(memory, np.uint8, size)
 
     def array(self, block: Any, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return the array at ``offset`` bytes of ``block``, whose memory it keeps."""
-        return self._cupy.ndarray(shape, dtype, block.data + offset)
+        """Return the array at ``offset`` bytes of ``block``, memory of `allocate`, which it keeps."""
+        return self._cupy.ndarray(shape, dtype, block + offset if offset else block)
 
     def address(self, block: Any) -> int:
-        """Return the address of an array for kernels."""
-        return int(block.data.ptr)
+        """Return the address of memory of `allocate` for kernels."""
+        address: int = block.ptr
+        return address
+
+    def array_address(self, array: Any) -> int:
+        """Return the address of ``array`` on the device for kernels."""
+        address: int = array.data.ptr
+        return address
 
     def clear(self, array: Any, stream: Any) -> None:
         """Fill ``array`` with zeros on ``stream``."""
