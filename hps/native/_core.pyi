@@ -267,8 +267,8 @@ class SizeClass:
 class BatchScheduler:
     """Continuous batching; see hps/batch_scheduler.hpp. Thread-safe; `run` is its thread.
 
-    ``wake`` is a non-blocking eventfd, the caller's. ``spin_us``: time to look for requests before it
-    sleeps."""
+    ``wake`` is a non-blocking eventfd, which is closed with it. ``spin_us``: time to look for requests
+    before it sleeps."""
 
     def __init__(self, wake: int, spin_us: int) -> None: ...
     def run(self) -> None:
