@@ -298,7 +298,7 @@ class NodeGpus:
         raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
 
     def _cache(self, device: int, plan: Plan, opened: ExitStack) -> Any:
-        cache = open_cache(device, self._chosen.workspaces)
+        cache = open_cache(device, self._chosen.workspaces, self._pool)
         opened.callback(cache.close)
         for table, planned in plan.items():
             cache.add_table(
@@ -314,11 +314,11 @@ class NodeGpus:
         return cache
 
 
-def open_cache(device: int, workspaces: int) -> Any:
+def open_cache(device: int, workspaces: int, threads: WorkerPool) -> Any:
     """An empty cache on ``device``."""
     from hps.tiers.gpu.cache import GpuCache
 
-    return GpuCache({}, device=device, workspaces=workspaces)
+    return GpuCache({}, device=device, workspaces=workspaces, threads=threads)
 
 
 def bridge_to_device(inner: Tier, device: int, workspaces: int) -> Any:

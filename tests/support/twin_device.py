@@ -414,7 +414,7 @@ def install(monkeypatch: Any, count: int = 1, free: int = 1 << 34) -> list[Cache
     """Give this process ``count`` such GPUs; the caches that a node opens on them."""
     caches: list[Cache] = []
 
-    def open_cache(device: int, workspaces: int) -> Cache:
+    def open_cache(device: int, workspaces: int, threads: Any) -> Cache:
         caches.append(Cache(device))
         return caches[-1]
 

@@ -9,7 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from hps.cgroups import available_cores
 from hps.cuda.fetch import PARTS, DirectFetch, FetchArguments, FetchVariant, FetchWorkspace
 from hps.cuda.launch import NUMBERS
 from hps.cuda.layout import NO_ROW
@@ -21,6 +23,7 @@ from hps.cuda.table import GpuTable
 from hps.cuda.table_writer import WrittenRows
 from hps.cuda.vector_fetch import VectorFetch
 from hps.errors import TierTimeout, Unavailable
+from hps.native import WorkerPool, copy_keys
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.gpu.checks import (
     DevicePooling,
@@ -38,6 +41,8 @@ from hps.types import EmbeddingTable, Source, oldest_tombstone
 
 _NUMBERS = FetchVariant(NUMBERS, stamp=False)
 _UNSTAMPED = FetchVariant(stamp=False)
+_COPY_THREADS = 8
+_COPIED_BY_THREADS = 1 << 16
 _NOTHING = np.empty(0, np.int64)
 _NOTHING.flags.writeable = False
 _Request = tuple[Part, FetchArguments]
@@ -68,15 +73,18 @@ class GpuCache(GpuTables):
         device: int = 0,
         workspaces: int = 4,
         clock: Callable[[], float] = time.time,
+        threads: WorkerPool | None = None,
     ) -> None:
+        """``threads`` copy large arrays of keys to pinned memory; by default one per core, at most 8."""
         super().__init__(device)
         self._clock = clock
+        self._threads = threads or WorkerPool(min(_COPY_THREADS, available_cores()))
         self._workspaces: queue.SimpleQueue[FetchWorkspace | None] = queue.SimpleQueue()
         self._miss_rows: queue.SimpleQueue[MissRows] = queue.SimpleQueue()
         self.direct = DirectFetch(self._readers)
         with self._device, allocate_buffers(f"{workspaces} workspaces"):
             for _ in range(workspaces):
-                self._workspaces.put(FetchWorkspace())
+                self._workspaces.put(FetchWorkspace(self._copy))
         for table, rows in capacities.items():
             self.add_table(table, rows)
 
@@ -104,6 +112,12 @@ class GpuCache(GpuTables):
                         self._fetch_some(workspace, stream, requests[start : start + PARTS])
             finally:
                 self._workspaces.put(workspace)
+
+    def _copy(self, to: NDArray[Any], array: NDArray[Any]) -> None:
+        if array.dtype == np.int64 and array.size >= _COPIED_BY_THREADS:
+            copy_keys([array], to, self._threads)
+        else:
+            np.copyto(to, array)
 
     def _fetch_some(
         self, workspace: FetchWorkspace, stream: Any, requests: Sequence[_Request]
