@@ -188,14 +188,18 @@ class FetchKernels:
         self._defines = defines
         self._one: CudaKernel | None = None
 
+    def one(self) -> CudaKernel:
+        """Return the kernel that fetches in one launch."""
+        self._one = self._one or kernel(self._whole, self._defines)
+        return self._one
+
     def launch(
         self, blocks: int, args: KernelStruct, stream: Any, windows: int, later: Any
     ) -> None:
         """Fetch on ``stream``. ``later`` is device memory for as many row numbers as keys, if there is more
         than one window."""
         if windows == 1:
-            self._one = self._one or kernel(self._whole, self._defines)
-            self._one.launch(blocks, args, stream.ptr)
+            self.one().launch(blocks, args, stream.ptr)
             return
         args["later"], args["window_shift"] = later.data.ptr, layout.WINDOW_SHIFT
         kernel(self._first, self._defines).launch(blocks, args, stream.ptr)

@@ -29,6 +29,16 @@ class ReaderEvents:
                 end = self._ends[stream.ptr] = cupy().cuda.Event(disable_timing=True)
             end.record(stream)
 
+    def end_of(self, stream: Any) -> Any:
+        """Return the event that a caller records after reading kernels which it launches on ``stream``.
+
+        No other thread may run Python between launch and record."""
+        end = self._ends.get(stream.ptr)
+        if end is None:
+            with self._lock:
+                end = self._ends.setdefault(stream.ptr, cupy().cuda.Event(disable_timing=True))
+        return end
+
     def hold_back(self, stream: Any) -> None:
         """Make later work on the writer's ``stream`` wait for every reader that may have seen the tables as
         they were before the writer's last step.

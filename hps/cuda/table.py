@@ -144,6 +144,11 @@ class GpuTable:
         self.now_cell[0] = self.now
 
     @property
+    def is_timed(self) -> bool:
+        """Whether epochs end by time, so that `now` changes by itself."""
+        return self._has_epochs and self._epoch_s is not None
+
+    @property
     def now(self) -> int:
         """The 32-bit score after a hit: the clock or, above `COUNT_BITS`, the epoch, with the ticks since
         it began if the policy uses them."""

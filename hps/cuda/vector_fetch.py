@@ -22,11 +22,16 @@ from hps.cuda.launch import (
     unit_of,
     windows_of,
 )
-from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
+from hps.cuda.loader import BLOCK, CudaKernel, KernelStruct, cupy, kernel
+from hps.cuda.prepared import address_of
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.scatter import tile_of_rows
 from hps.cuda.table import GpuTable
+from hps.native import COMPILED
 from hps.types import KeyArray
+
+if COMPILED:
+    from hps.native.launching import KernelLaunch, wait_for_event
 
 CHUNK_KEYS = 1 << 18
 """Keys on the host are copied to pinned memory in chunks of so many, while the device, which reads them
@@ -196,6 +201,29 @@ class _Chunk:
         )
         self._windows = windows_of(max(table.shape.host_bytes for table in held), n)
         self._later = cupy().empty(n, np.uint32) if self._windows > 1 else None
+        self._addresses = [0] * len(self._device_parts)
+        self._native = self._native_launch() if self._windows == 1 else None
+
+    def _native_launch(self) -> Any:
+        """Return the launch for the compiled core; None if it is missing or does not suit."""
+        if not COMPILED or self._counted_by_copy or any(table.is_timed for table in self._held):
+            return None
+        outs, keys, now = (
+            [address_of(field[i : i + 1]) for i in range(len(self._held))]
+            for field in (self._outs, self._keys, self._now)
+        )
+        return KernelLaunch.make(
+            self._kernels.one().address,
+            self._blocks,
+            BLOCK,
+            address_of(self._args.array),
+            list(zip(outs, self._offsets.tolist(), strict=True)),
+            [keys[part] for part, _, _ in self._device_parts],
+            [
+                (field, address_of(table.now_cell))
+                for field, table in zip(now, self._held, strict=True)
+            ],
+        )
 
     def _prepare_place(self) -> None:
         self.stride = -(-max(table.row_bytes for table in self.tables) // 16) * 16
@@ -213,8 +241,9 @@ class _Chunk:
     def take_keys(self, arrays: Sequence[Any], copy_keys: CopyKeys) -> None:
         """Copy the chunk's keys from host ``arrays`` to pinned memory; note where those on the device are."""
         fetch = self._fetch
-        for part, index, offset in self._device_parts:
-            self._keys[part] = arrays[index].data.ptr + offset
+        self._addresses = [
+            arrays[index].data.ptr + offset for _, index, offset in self._device_parts
+        ]
         if len(self._device_parts) == len(self._pieces):
             return
         if self._device_parts:
@@ -228,9 +257,17 @@ class _Chunk:
     def launch(self, stream: Any, block: int, used: NDArray[np.int64] | None) -> None:
         if used is not None or self._partial:
             self._limit(used)
-        self._now[:] = [table.now for table in self._held]
-        np.add(self._offsets, np.uint64(block), out=self._outs)
-        self._fetch.readers.run(stream, partial(self._run, stream))
+        readers = self._fetch.readers
+        if self._native is not None:
+            end = readers.end_of(stream)
+            self._native.run(stream.ptr, end.ptr, block, self._addresses)
+            self._waits_for = end.ptr
+        else:
+            for (part, _, _), address in zip(self._device_parts, self._addresses, strict=True):
+                self._keys[part] = address
+            self._now[:] = [table.now for table in self._held]
+            np.add(self._offsets, np.uint64(block), out=self._outs)
+            readers.run(stream, partial(self._run, stream))
         if self._counted_by_copy:
             runtime, counts = cupy().cuda.runtime, self._counts
             runtime.memcpyAsync(self._result_at, counts.data.ptr, 4, 2, stream.ptr)
@@ -252,6 +289,8 @@ class _Chunk:
         """Wait until the chunk is fetched; return the number of its misses."""
         if len(self._fetch.chunks) > 1:
             self._end.synchronize()
+        elif self._native is not None:
+            wait_for_event(self._waits_for)
         else:
             stream.synchronize()
         return int(self._result[0])

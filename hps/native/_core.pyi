@@ -139,6 +139,33 @@ def copy_keys(
 ) -> int:
     """See twin_misses.copy_keys. Raises TypeError or ValueError for arrays that do not fit."""
 
+class KernelLaunch:
+    """A kernel launch that repeats with other addresses: those of keys, and of the results' block.
+
+    Addresses and CUDA handles are integers. One thread at a time."""
+
+    @staticmethod
+    def make(
+        function: int,
+        blocks: int,
+        threads: int,
+        arguments: int,
+        outs: list[tuple[int, int]],
+        keys: list[int],
+        fresh: list[tuple[int, int]],
+    ) -> KernelLaunch:
+        """``outs``: fields that get the block's address plus an offset; ``keys``: those that get addresses of
+        keys; ``fresh``: those that are copied from cells of 32 bits before each launch."""
+
+    def run(self, stream: int, end: int, block: int, keys: list[int]) -> None:
+        """Launch on ``stream`` and record the event ``end``. Raises RuntimeError with the driver's error."""
+
+def order_after(stream: int, other: int, event: int) -> None:
+    """Let ``stream`` wait for the work on ``other`` so far, by ``event``."""
+
+def wait_for_event(event: int) -> None:
+    """Wait for a CUDA event, without the GIL."""
+
 def pool_rows(
     rows: NDArray[Any],
     numbers: NDArray[np.int64] | None,

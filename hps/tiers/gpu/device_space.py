@@ -14,8 +14,12 @@ from hps.array_inputs import device_number
 from hps.cuda.cuda_graph import CudaGraph, record
 from hps.cuda.loader import cupy
 from hps.errors import BadRequest
+from hps.native import COMPILED
 from hps.tiers.base import Part
 from hps.types import EmbeddingTable, KeyArray
+
+if COMPILED:
+    from hps.native.launching import order_after
 
 log = logging.getLogger(__name__)
 _ALIGN = 256
@@ -73,8 +77,12 @@ class DeviceSpace:
         """Let ``stream`` wait for the work on the thread's current stream of the current device.
 
         ``event`` must not be in use by another thread."""
-        event.record(self._cupy.cuda.get_current_stream())
-        stream.wait_event(event)
+        current = self._cupy.cuda.get_current_stream()
+        if COMPILED:
+            order_after(stream.ptr, current.ptr, event.ptr)
+        else:
+            event.record(current)
+            stream.wait_event(event)
 
     def allocate(self, size: int) -> Any:
         """Allocate ``size`` bytes on the current device, for `array` and `address`.

@@ -142,6 +142,7 @@ class HostDevice:
             monkeypatch.setattr(each, "cupy", lambda: module)
         monkeypatch.setattr(vector_fetch, "kernel", PlaceTwin)
         monkeypatch.setattr(vector_fetch, "FetchKernels", FetchTwin)
+        monkeypatch.setattr(vector_fetch, "COMPILED", False)
         self._readers = SimpleNamespace(run=lambda stream, start: start())
         self._cache = SimpleNamespace(_miss_rows=queue.SimpleQueue())
 
