@@ -63,8 +63,8 @@ test-gpu:
 	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers tests/unit/dense tests/unit/cuda \
 	  tests/unit/node/test_gpu_caches.py tests/unit/predict/test_device_feed.py tests/contract tests/model
 
-# The CPU cache's readers in parallel to its writer, fetches in single flight's table, and messages that may be
-# anything, under sanitizers:
+# The CPU cache's readers in parallel to its writer, fetches in single flight's table, the batch scheduler's clients, and
+# messages that may be anything, under sanitizers:
 # make check-native SECONDS=600
 SECONDS ?= 20
 check-native: setup
@@ -75,7 +75,7 @@ check-native: setup
 	    -DCMAKE_CXX_FLAGS="-g -fsanitize=$$sanitizer -fno-sanitize-recover=all" > /dev/null && \
 	  $(BIN)/cmake --build build/$$sanitizer > /dev/null && \
 	  build/$$sanitizer/stress $(SECONDS) && build/$$sanitizer/stress_in_flight 10 && \
-	  build/$$sanitizer/fuzz_codec 10 || exit 1; \
+	  build/$$sanitizer/stress_scheduler 10 && build/$$sanitizer/fuzz_codec 10 || exit 1; \
 	done
 
 # The CPU cache shared by processes, read in parallel to its writer while readers are killed: make soak MINUTES=10
@@ -93,6 +93,7 @@ check-aarch64: setup
 	@$(BIN)/cmake --build build/aarch64 > /dev/null
 	@qemu-aarch64 build/aarch64/stress $(SECONDS)
 	@qemu-aarch64 build/aarch64/stress_in_flight 10
+	@qemu-aarch64 build/aarch64/stress_scheduler 10
 	@qemu-aarch64 build/aarch64/fuzz_codec 10
 
 # What the tests use beside the product. What can't be had here is named and its tests skip; in

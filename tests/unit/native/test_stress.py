@@ -44,6 +44,12 @@ def test_concurrent_fetches_keep_the_in_flight_table_consistent(stress):
     assert (done.returncode, "left to other fetches" in done.stdout) == (0, True), done.stdout
 
 
+def test_every_client_of_the_batch_scheduler_gets_its_own_answers(stress):
+    driver = stress.parent / "stress_scheduler"
+    done = subprocess.run([driver, "2"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "models removed" in done.stdout) == (0, True), done.stdout
+
+
 def test_codec_fuzzer_passes(stress):
     fuzz = stress.parent / "fuzz_codec"
     done = subprocess.run([fuzz, "1"], capture_output=True, text=True, timeout=240)
