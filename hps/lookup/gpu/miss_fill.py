@@ -24,8 +24,9 @@ from hps.tiers.wrappers import FetchObserver, Promote
 from hps.types import Source
 
 _ALIGN = 256
-_PROMOTED = 2048
-"""The most keys of one batch that are promoted: with more misses, a sample is as good."""
+_ALL_PROMOTED, _PROMOTED = 2048, 512
+"""Of a batch with more misses than the first number, some of the second one are promoted: a sample is as
+good, and does not delay the request."""
 
 
 _NO_CODES = np.empty(0, np.uint8)
@@ -66,9 +67,10 @@ class HostCaches:
         return left
 
     def _promote_some(self, batch: MissBatch) -> None:
-        positions = batch.positions[:_PROMOTED]
-        found = batch.sources[:_PROMOTED] == self.code
-        keys = batch.keys[:_PROMOTED] if batch.listed else batch.keys[positions]
+        n = len(batch.positions)
+        sample = slice(None, None, 1 if n <= _ALL_PROMOTED else n // _PROMOTED)
+        positions, found = batch.positions[sample], batch.sources[sample] == self.code
+        keys = batch.keys[sample] if batch.listed else batch.keys[positions]
         if len(batch.tables) == 1:
             self._promote(batch.tables[0], keys[found])
             return

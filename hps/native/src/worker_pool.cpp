@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <system_error>
 
@@ -41,7 +42,7 @@ void WorkerPool::run(Job& job) {
     run_pieces(job);
     return;
   }
-  bool wake;
+  std::size_t wake;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (workers_.empty()) start_workers();
@@ -49,9 +50,9 @@ void WorkerPool::run(Job& job) {
     while (*last != nullptr) last = &(*last)->later;
     *last = &job;
     arrivals_.fetch_add(1, std::memory_order_relaxed);
-    wake = sleeping_ != 0;
+    wake = std::min(sleeping_, job.pieces - 1);
   }
-  if (wake) wake_.notify_all();
+  for (; wake != 0; --wake) wake_.notify_one();
   run_pieces(job);
   withdraw(job);
   // At most a piece is left to each helper.
