@@ -80,6 +80,13 @@ def disable_onnxruntime_telemetry() -> None:
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
+def sets_allocator() -> bool:
+    """Return True if variables set glibc's allocator: ``MALLOC_TRIM_THRESHOLD_`` or the like."""
+    return "GLIBC_TUNABLES" in os.environ or any(
+        name.startswith("MALLOC_") and name.endswith("THRESHOLD_") for name in os.environ
+    )
+
+
 def disable_grpc_event_engine() -> None:
     """Make gRPC servers read their sockets without the event engine; call it before the import.
 

@@ -25,6 +25,7 @@ from hps.errors import ConfigError
 from hps.observability import otel
 from hps.tracing import set_recorder
 from hps.types import NoProgress, Progress
+from services.allocator import keep_freed_memory
 from services.frontend.auth import guard
 from services.frontend.background_open import LoadProgress, open_in_background
 from services.frontend.certificates import server_context
@@ -229,6 +230,7 @@ class ServerProcess(ABC, Generic[Node]):
             # Loaded objects live as long as the process; exclude them from garbage collection.
             gc.collect()
             gc.freeze()
+            keep_freed_memory()
         if not self._state.ready and not self._stopping.is_set():
             log.error("not ready %s", fields(reason=self._state.reason))
 
