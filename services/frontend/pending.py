@@ -22,6 +22,18 @@ End = Callable[["Future[Any]"], None]
 """Called once with a future that is done, on any thread."""
 
 
+class _PendingRequest:
+    """A request in flight: see the arguments of `PendingRequests.add`."""
+
+    __slots__ = ("deadline", "end", "on_wait", "was_swept")
+
+    def __init__(self, deadline: float, end: End, on_wait: Callable[[], object] | None) -> None:
+        self.deadline = deadline
+        self.end = end
+        self.on_wait = on_wait
+        self.was_swept = False
+
+
 class PendingRequests:
     """Ends requests in flight, of all protocols. Thread-safe.
 
@@ -30,21 +42,30 @@ class PendingRequests:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[Future[Any], tuple[float, End]] = {}
+        self._waiting: dict[Future[Any], _PendingRequest] = {}
         self._sweeper = PeriodicThread(
             self._sweep, _SWEEP_S, "hps-deadlines", idle_rounds=SWEEP_IDLE_ROUNDS
         )
 
-    def add(self, future: Future[Any], deadline: float, end: End) -> None:
+    def add(
+        self,
+        future: Future[Any],
+        deadline: float,
+        end: End,
+        on_wait: Callable[[], object] | None = None,
+    ) -> None:
         """Call ``end`` with ``future`` when it is done, which may be now.
 
         At ``deadline`` (``time.monotonic``), ``future`` is cancelled, and ``end`` gets a future that failed
         with ``DeadlineExceeded``; if ``future`` is cancelled earlier, with ``RequestCancelled``.
+
+        ``on_wait`` is called once, on another thread, if ``future`` is not done after one or two periods of
+        the sweep: work that shorter requests do not need. It may still be called just after ``end``.
         """
         if future.done() and not future.cancelled():
             end(future)  # the caller gets its exception, if any
             return
-        self._waiting[future] = (deadline, end)
+        self._waiting[future] = _PendingRequest(deadline, end, on_wait)
         self._sweeper.start()
         future.add_done_callback(self._done)
 
@@ -72,26 +93,31 @@ class PendingRequests:
         waiting = self._waiting.pop(future, None)
         if waiting is None:
             return
-        deadline, end = waiting
+        end = waiting.end
         if not future.cancelled():
             _call(end, future)
-        elif time.monotonic() < deadline - _SWEEP_S:
+        elif time.monotonic() < waiting.deadline - _SWEEP_S:
             _call(end, failed_future(RequestCancelled("the request was cancelled")))
         else:
             _call(end, failed_future(DeadlineExceeded(_LATE)))
 
     def _sweep(self) -> bool:
         now = time.monotonic()
-        for future, (deadline, _) in self._waiting.copy().items():
-            if deadline <= now:
+        for future, waiting in self._waiting.copy().items():
+            if waiting.deadline <= now:
                 self._time_out(future)
+            elif not waiting.was_swept:
+                waiting.was_swept = True
+            elif (on_wait := waiting.on_wait) is not None:
+                waiting.on_wait = None
+                _call(on_wait)
         return bool(self._waiting)
 
     def _time_out(self, future: Future[Any]) -> None:
         waiting = self._waiting.pop(future, None)
         if waiting is not None:
             future.cancel()
-            _call(waiting[1], failed_future(DeadlineExceeded(_LATE)))
+            _call(waiting.end, failed_future(DeadlineExceeded(_LATE)))
 
 
 def failed_future(error: BaseException) -> Future[Any]:
@@ -101,9 +127,9 @@ def failed_future(error: BaseException) -> Future[Any]:
     return failed
 
 
-def _call(end: End, future: Future[Any]) -> None:
+def _call(function: Callable[..., object], *arguments: object) -> None:
     try:
-        end(future)
+        function(*arguments)
     except Exception:  # must not prevent the end of other requests
         log.exception("failed to answer a request")
 

@@ -54,6 +54,27 @@ def test_request_cancelled_at_its_deadline_exceeds_it():
         ended[0].result()
 
 
+def test_only_a_request_that_waits_for_long_reports_it():
+    short, long = Future(), Future()
+    waited = []
+    PENDING.add(short, time.monotonic() + 60, lambda _: None, lambda: waited.append(short))
+    short.set_result(1)
+    PENDING.add(long, time.monotonic() + 60, lambda _: None, lambda: waited.append(long))
+    until(lambda: waited)
+    time.sleep(0.05)
+    assert waited == [long]
+    long.cancel()
+
+
+def test_failing_report_of_a_wait_does_not_delay_others():
+    futures, waited = [Future(), Future()], []
+    for future, report in zip(futures, (lambda: 1 / 0, lambda: waited.append(1)), strict=True):
+        PENDING.add(future, time.monotonic() + 60, lambda _: None, report)
+    until(lambda: waited)
+    for future in futures:
+        future.cancel()
+
+
 def test_failing_callback_does_not_delay_other_deadlines():
     add(0, lambda future: 1 / 0)
     future, ended = add(0.05)
