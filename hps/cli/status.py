@@ -199,8 +199,29 @@ def _show_tiers(report: dict[str, Any]) -> None:
             print_line(
                 f"{name} shared: {taken}, owner {shared['owner']}, {count(shared['readers'])} readers"
             )
+        _show_scheduler(tier.get("scheduler", {}))
         if tier.get("problem"):
             warn(f"{name} does not answer: {tier['problem']}")
+
+
+def _show_scheduler(models: dict[str, dict[str, float]]) -> None:
+    """Print the work of the GPU's batch scheduler, per model version that it runs."""
+    if not models:
+        return
+    print_line()
+    print_table(
+        ("GPU batches", "requests", "batches", "samples per batch", "incomplete", "slow", "failed"),
+        [
+            (
+                name,
+                count(int(each["requests"])),
+                count(int(each["batches"])),
+                FormattedNumber(f"{each['samples'] / max(each['batches'], 1):.1f}"),
+                *(count(int(each[kind])) for kind in ("incomplete", "slow", "failed")),
+            )
+            for name, each in models.items()
+        ],
+    )
 
 
 def _show_updates(report: dict[str, Any]) -> None:

@@ -122,7 +122,7 @@ class NodeGpus:
             lambda: {table: replicas.rows(table) for table in tables}, _COUNT_AGAIN_S, "gpu-rows"
         )
         self._resources.callback(rows.close)
-        facts = {
+        facts: dict[str, Any] = {
             "devices": self._chosen.devices,
             "bytes": device_bytes(plan),
             "pinned_host_bytes": host_bytes_of(plan),
@@ -132,8 +132,11 @@ class NodeGpus:
             replicas,
             lambda table: (rows.value or {}).get(table, 0),
             replicas.capacity,
-            facts=lambda: facts,
+            facts=lambda: facts | self._scheduler_facts(),
         )
+
+    def _scheduler_facts(self) -> dict[str, Any]:
+        return {} if self.scheduler is None else {"scheduler": self.scheduler.status()}
 
     def bridge(
         self, caches: Sequence[Tier], stores: Tier, promote_to_gpu: Promote, promote: Promote

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hps.dense.onnx import OnnxModel
 from hps.lookup.batching import BatchLimits
 from hps.lookup.gpu.device_lookup import DeviceLookup
 from hps.node.model_opening import OpenedModel
+from hps.observability import metric_names as m
 from hps.observability.meters import LookupMeter, TierMeter
 from hps.observability.metrics import Metrics
 from hps.periodic import PeriodicThread
@@ -27,6 +29,21 @@ from hps.predict.scheduler.scheduled_model import ScheduledModel
 from hps.types import Source
 
 _GPU = Source.GPU.name.lower()
+_METRICS = {
+    m.SCHEDULER_REQUESTS: ("requests", 1),
+    m.SCHEDULER_SAMPLES: ("samples", 1),
+    m.SCHEDULER_SLOW: ("slow", 1),
+    m.SCHEDULER_EXPIRED: ("expired", 1),
+    m.SCHEDULER_BATCHES: ("batches", 1),
+    m.SCHEDULER_INCOMPLETE: ("incomplete", 1),
+    m.SCHEDULER_FAILED: ("failed", 1),
+    m.SCHEDULER_DEVICE_SECONDS: ("device_ns", 1e-9),
+}
+"""The native count that each metric shows, and its unit."""
+_STATUS = {
+    **{name: (name, 1) for name, _ in _METRICS.values() if name != "device_ns"},
+    "device_s": ("device_ns", 1e-9),
+}
 _SLOW_KEYS = 1 << 20
 """The most keys of requests that run together outside the lanes."""
 
@@ -47,6 +64,8 @@ class NodeScheduler:
         self._listener: ChannelListener | None = None
         self._models: dict[str, Any] = {}
         self._caches: set[int] = set()
+        for metric, (count, unit) in _METRICS.items():
+            metrics.gauges(metric, partial(self._values, count, unit))
 
     def add(
         self,
@@ -67,11 +86,15 @@ class NodeScheduler:
         slow = _Alone(pipeline)
         batched = BatchedPipeline(slow, model.lookup.features, limits)
         number = self._host.add_model(columns, batched.submit)
-        for lookup, device in lookups:
-            self._watch(lookup.cache)
-            tables = LaneTables(lookup.cache, lookup.host, meter, tier)
-            for _ in range(self._settings.dense.lanes):
-                self._add_lane(number, model, network, columns, (device, tables))
+        try:
+            for lookup, device in lookups:
+                self._watch(lookup.cache)
+                tables = LaneTables(lookup.cache, lookup.host, meter, tier)
+                for _ in range(self._settings.dense.lanes):
+                    self._add_lane(number, model, network, columns, (device, tables))
+        except BaseException:
+            self._host.remove_model(number)  # gives the memory of its lanes back
+            raise
         pipeline.schedule(
             ScheduledModel(self._client, number, columns, (meter, tier), remote=False)
         )
@@ -88,6 +111,21 @@ class NodeScheduler:
         if self._listener is None:
             return None
         return {"path": str(self._listener.path), "models": self._models}
+
+    def status(self) -> dict[str, dict[str, float]]:
+        """Return the counts of each model's version, ready for JSON."""
+        return {
+            key: {count: unit * counts[source] for count, (source, unit) in _STATUS.items()}
+            for key, model in list(self._models.items())
+            if (counts := self._host.counts(model["number"]))
+        }
+
+    def _values(self, count: str, unit: float) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Yield ``count`` of each version in ``unit``, with its labels."""
+        for key, model in list(self._models.items()):
+            name, _, version = key.rpartition("/")
+            if counts := self._host.counts(model["number"]):
+                yield (name, version), unit * counts[count]
 
     def _add_lane(
         self,

@@ -22,6 +22,7 @@ from hps.cli.main import app
 from hps.config.schema import Settings
 from hps.config.schema_paths import settings_of
 from hps.observability import metric_names as m
+from hps.observability.metric_scheduler import SCHEDULER
 from hps.observability.metric_table import METRICS
 from hps.observability.metric_triton import TRITON
 from hps.types import Source
@@ -54,6 +55,7 @@ ELSEWHERE = {
     m.TIER_SKIPPED,
     m.TABLE_BYTES,
     m.DENSE_FALLBACKS,
+    *(spec.name for spec in SCHEDULER),
     "nv_gpu_memory_total_bytes",
     "nv_gpu_memory_used_bytes",
 }

@@ -127,6 +127,25 @@ def test_unavailable_redis_is_a_warning(capsys: pytest.CaptureFixture[str]) -> N
     assert "redis does not answer: redis: refused" in shown.out + shown.err
 
 
+def test_batches_of_the_gpu_are_shown_per_model(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {
+        "requests": 1200,
+        "samples": 3100,
+        "batches": 100,
+        "incomplete": 7,
+        "slow": 5,
+        "failed": 1,
+    }
+    gpu = {"name": "gpu", "kind": "cache", "scheduler": {"ctr/2": counts}}
+    _show_tiers({"tiers": [gpu], "keys_by_tier": {"gpu": 3}})
+    shown = capsys.readouterr().out
+    assert "samples per batch" in shown
+    (line,) = [line for line in shown.splitlines() if "ctr/2" in line]
+    assert line.split() == ["ctr/2", "1,200", "100", "31.0", "7", "5", "1"]
+    _show_tiers({"tiers": [gpu | {"scheduler": {}}], "keys_by_tier": {"gpu": 3}})
+    assert "GPU batches" not in capsys.readouterr().out
+
+
 def test_loading_server_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
     task = {"title": "loading rows", "done": 250, "total": 1000, "unit": "rows"}
     _show({"phase": "starting", "uptime_s": 3.2, "loading": [task]})

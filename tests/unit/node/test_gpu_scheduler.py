@@ -13,9 +13,11 @@ import pytest
 
 import hps
 from hps.config.model_schema import ModelSpec
-from hps.errors import BadRequest, DeadlineExceeded, Unavailable
+from hps.errors import BadRequest, DeadlineExceeded, ModelError, Unavailable
 from hps.models.version_writer import write_version
+from hps.observability import metric_names as m
 from hps.predict.scheduler.channel_socket import NODE_ENDED, connect
+from hps.predict.scheduler.host import SchedulerHost
 from hps.types import JaggedKeys, Source, version_now
 from tests.unit.node.test_gpu_caches import (  # noqa: F401 # fixtures
     DENSE,
@@ -157,6 +159,7 @@ _CLIENT = """
 import sys
 import numpy as np
 from hps.models.version_writer import write_version
+from hps.observability import metric_names as m
 from hps.predict.scheduler.channel_socket import connect
 
 client, columns = connect(sys.argv[1]), [np.zeros(int(n), np.uint8) for n in sys.argv[3:]]
@@ -184,3 +187,54 @@ def test_killed_process_leaves_nothing_behind(attached):
         time.sleep(0.01)
     assert len(os.listdir("/proc/self/fd")) == before
     same(process.predict("m", *asked), plain.predict("m", *asked))
+
+
+def test_counts_of_the_scheduler_are_metrics_and_part_of_the_status(attached):
+    node, process, _, _ = attached
+    process.predict("m", *request_of(np.arange(200), 3))
+    process.predict("m", *request_of(np.arange(200), 2), want_source=True)
+    with pytest.raises(DeadlineExceeded):
+        node.predict("m", *request_of(np.arange(200), 1), timeout_s=1e-9)
+    labels = "m", "1"
+    numbers = node.metrics.numbers()
+    expected = {
+        m.SCHEDULER_REQUESTS: 3,
+        m.SCHEDULER_SAMPLES: 4,
+        m.SCHEDULER_SLOW: 1,
+        m.SCHEDULER_EXPIRED: 1,
+        m.SCHEDULER_BATCHES: 1,
+        m.SCHEDULER_INCOMPLETE: 0,
+        m.SCHEDULER_FAILED: 0,
+    }
+    assert {name: numbers[name][labels] for name in expected} == expected
+    assert 0 < numbers[m.SCHEDULER_DEVICE_SECONDS][labels] < 60
+    (gpu,) = [tier for tier in node.status()["tiers"] if tier["name"] == "gpu"]
+    counts = gpu["scheduler"]["m/1"]
+    assert 0 < counts.pop("device_s") < 60
+    assert counts == {
+        "requests": 3, "samples": 4, "batches": 1, "slow": 1, "incomplete": 0, "expired": 1, "failed": 0
+    }  # fmt: skip
+    node.close()
+    assert not node.metrics.numbers()[m.SCHEDULER_REQUESTS]
+    assert node.metrics.render()
+
+
+def test_lanes_of_a_model_without_memory_for_all_of_them_are_freed(
+    open_node,  # noqa: F811
+    monkeypatch,
+    caplog,
+):
+    add_lane, hosts = SchedulerHost.add_lane, []
+
+    def add_one(host, model, lane):
+        hosts.append(host)
+        if len(hosts) == 2:
+            raise ModelError("no memory")
+        add_lane(host, model, lane)
+
+    monkeypatch.setattr(SchedulerHost, "add_lane", add_one)
+    node, _ = open_node(dense={"lanes": 2})
+    assert "predictions copy their vectors through the host" in caplog.text
+    assert not hosts[0]._lanes
+    assert node.predict("m", *request_of(np.arange(200), 2)).outputs
+    assert not node.metrics.numbers()[m.SCHEDULER_REQUESTS]
