@@ -151,15 +151,13 @@ def test_ended_client_leaves_no_open_file_behind(attached):
     deadline = time.monotonic() + 5
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert process.predict("m", *request_of(np.arange(200), 1)).outputs
 
 
 _CLIENT = """
 import sys
 import numpy as np
-from hps.models.version_writer import write_version
-from hps.observability import metric_names as m
 from hps.predict.scheduler.channel_socket import connect
 
 client, columns = connect(sys.argv[1]), [np.zeros(int(n), np.uint8) for n in sys.argv[3:]]
@@ -185,7 +183,7 @@ def test_killed_process_leaves_nothing_behind(attached):
     deadline = time.monotonic() + 5
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     same(process.predict("m", *asked), plain.predict("m", *asked))
 
 
