@@ -47,7 +47,7 @@ class ByteBudget:
 
 
 class ByteReservation:
-    """The bytes of one request, released at the end of the context."""
+    """The bytes of one request; as a context, released at its end."""
 
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
@@ -59,9 +59,13 @@ class ByteReservation:
         self._budget.add(size)
         self._own += size
 
+    def release(self) -> None:
+        """Release all bytes; further calls have no effect."""
+        self._budget.add(-self._own)
+        self._own = 0
+
     def __enter__(self) -> ByteReservation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._budget.add(-self._own)
-        self._own = 0
+        self.release()

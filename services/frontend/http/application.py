@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from services.frontend.http.arriving_request import ArrivingRequest
 from services.frontend.http.asgi import App, Receive, Scope, Send
 from services.frontend.http.head import RequestHead
 from services.frontend.http.inference import HttpInference
@@ -25,6 +26,10 @@ class PortApplication(Protocol):
     def learn(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> None: ...
 
     def begin(self, head: RequestHead, body: bytes, peer: ConnectionPeer) -> HttpInference: ...
+
+    def expect(
+        self, head: RequestHead, text: bytes, peer: ConnectionPeer
+    ) -> ArrivingRequest | None: ...
 
     def early_refusal(self, scope: Mapping[str, Any]) -> HttpReply | None: ...
 
@@ -49,6 +54,11 @@ class PlainAsgi:
 
     def begin(self, head: RequestHead, body: bytes, peer: ConnectionPeer) -> HttpInference:
         raise AssertionError("no head is known")
+
+    def expect(
+        self, head: RequestHead, text: bytes, peer: ConnectionPeer
+    ) -> ArrivingRequest | None:
+        return None
 
     def early_refusal(self, scope: Mapping[str, Any]) -> HttpReply | None:
         return None

@@ -15,6 +15,7 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import HpsError, Unavailable
 from services.frontend.auth import Authorizer
 from services.frontend.errors import Overloaded, RequestBodyTimeout, RequestTooLarge
+from services.frontend.http.arriving_request import ArrivingRequest
 from services.frontend.http.asgi import App, Receive, Scope, Send
 from services.frontend.http.body import ClientGone, decompress, read_body
 from services.frontend.http.failures import error_reply, send_error
@@ -29,6 +30,8 @@ from services.frontend.state import FrontendState
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 # Bounds of the heads kept; longer ones are not worth their memory.
 _HEADS_KEPT, HEAD_BYTES = 1024, 2048
+# Bound of the bodies that `InferApp.expect` collects.
+_COLLECTED_BYTES = 8 << 20
 
 
 class InferApp:
@@ -128,14 +131,32 @@ class InferApp:
 
     def begin(self, head: RequestHead, body: bytes, peer: ConnectionPeer) -> HttpInference:
         """Begin a complete request of ``peer``. If it raises, the request has had no effect."""
-        assert head.route is not None
-        inference = HttpInference(self._port, head.route, head, peer)
-        inference.enter(self._check(head, peer))
+        inference = self._entered(head, peer)
         try:
             inference.begin(body)
         except BaseException:
             inference.undo()
             raise
+        return inference
+
+    def expect(
+        self, head: RequestHead, text: bytes, peer: ConnectionPeer
+    ) -> ArrivingRequest | None:
+        """Return a request of ``peer`` whose body is still to arrive, given its head and the bytes of it.
+
+        None: it is too large, or has a fault, which the slow path reports."""
+        if head.body_size > _COLLECTED_BYTES:
+            return None
+        try:
+            inference = self._entered(head, peer)
+        except HpsError:
+            return None
+        return ArrivingRequest(inference, text, head.body_size, self.state.admission.byte_budget)
+
+    def _entered(self, head: RequestHead, peer: ConnectionPeer) -> HttpInference:
+        assert head.route is not None
+        inference = HttpInference(self._port, head.route, head, peer)
+        inference.enter(self._check(head, peer))
         return inference
 
     def early_refusal(self, scope: Mapping[str, Any]) -> HttpReply | None:

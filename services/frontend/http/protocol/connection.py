@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from services.frontend.errors import REFUSALS
+from services.frontend.errors import REFUSALS, Overloaded
 from services.frontend.http.application import PortApplication
+from services.frontend.http.arriving_request import ArrivingRequest
 from services.frontend.http.asgi import EXTENSIONS, GONE
 from services.frontend.http.head import RequestHead
+from services.frontend.http.inference import HttpInference
 from services.frontend.http.inference_app import HEAD_BYTES
 from services.frontend.http.peer import PEER
 from services.frontend.http.protocol.cycle import HttpCycle, resume_coroutine
@@ -21,6 +25,8 @@ from services.frontend.http.response import HttpReply
 
 # Joining a smaller answer for the socket is faster than writing its pieces.
 _COPIED_BYTES = 16 << 10
+# A body that takes longer to arrive is passed to the parser. Checked by one timer of a connection.
+_COLLECTED_S = 0.1
 
 
 class HttpProtocol(HttpParsing):
@@ -44,6 +50,10 @@ class HttpProtocol(HttpParsing):
     _is_known = False
     # Bytes still to arrive of a body that is discarded.
     _discard_left = 0
+    # The request with a cached head whose body is arriving. A timer runs while ``_is_timed``.
+    _arriving: ArrivingRequest | None = None
+    _arriving_head: RequestHead
+    _is_timed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn narrows it
         super().connection_made(transport)
@@ -61,11 +71,17 @@ class HttpProtocol(HttpParsing):
             return
         if self._discard_left and not (data := self._drop(data)):
             return
+        if self._arriving is not None and not (data := self._collect(self._arriving, data)):
+            return
         if self._reads == "nothing":
             self._is_known = False
             if self._is_idle() and not self._last and self._take_known(data):
                 return
             self._first_bytes, self._received_bytes, self._first_cycle = data[:HEAD_BYTES], 0, None
+        self._parse_received(data)
+
+    def _parse_received(self, data: bytes) -> None:
+        """Parse ``data``, then start or learn the request that it completes."""
         self._received_bytes += len(data)
         self._receiving = True
         self._parse(data)
@@ -94,7 +110,10 @@ class HttpProtocol(HttpParsing):
                     self._reads = "body"
                     self._requests += 1
                 return True
-        return came == head.body_size and self._answer(head, data[len(data) - came :])
+        begins = len(data) - came
+        if came < head.body_size:
+            return not head.is_crowded and self._expect(head, data[:begins], data[begins:])
+        return self._answer(head, partial(self.app.begin, head, data[begins:], self.peer))
 
     def _learn(self) -> None:
         """Cache the head of the request just read, if all bytes received are this request.
@@ -107,6 +126,75 @@ class HttpProtocol(HttpParsing):
             return
         if (b"content-length", b"%d" % body_size) in first.scope["headers"]:
             self.app.learn(first.scope, body_size, self._first_bytes[:size])
+
+    # -- a body in pieces --------------------------------------------------------------------------
+
+    def _expect(self, head: RequestHead, text: bytes, piece: bytes) -> bool:
+        """Collect the body of a request whose head is cached; False: the parser must read it."""
+        arriving = self.app.expect(head, text, self.peer)
+        if arriving is None:
+            return False
+        self._arriving, self._arriving_head = arriving, head
+        self._reads = "body"
+        self._requests += 1
+        self._time_body()
+        if piece:
+            self._collect(arriving, piece)
+        return True
+
+    def _collect(self, arriving: ArrivingRequest, data: bytes) -> bytes:
+        """Add ``data`` to the request that is arriving; return the bytes after it.
+
+        A complete request is answered or begun. If it has a fault, or the byte budget is used up, the parser
+        gets all its bytes."""
+        size = arriving.missing
+        if len(data) < size:
+            try:
+                arriving.add(data)
+            except Overloaded:
+                self._hand_over()
+            return b""
+        self._arriving, self._reads = None, "nothing"
+        last, rest = (data, b"") if len(data) == size else (data[:size], data[size:])
+        if self._answer(self._arriving_head, partial(arriving.begin, last)):
+            return rest
+        self._arriving = arriving
+        self._hand_over(rest)
+        return b""
+
+    def _hand_over(self, rest: bytes = b"") -> None:
+        """Pass the request that is arriving to the parser, and the bytes after it."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            data = arriving.give_back()
+            self._reads, self._received_bytes, self._first_bytes = "nothing", 0, b""
+            self._parse_received(data + rest if rest else data)
+
+    def _time_body(self) -> None:
+        """Start the only timer of the connection, which ends the collection of a body that is slow."""
+        if not self._is_timed:
+            self._is_timed = True
+            self.loop.call_later(_COLLECTED_S, self._check_body, self._requests)
+
+    def _check_body(self, request: int) -> None:
+        """Pass a slow request to the parser: the application limits the time of bodies."""
+        self._is_timed = False
+        if self._arriving is not None:
+            if request == self._requests:
+                self._hand_over()
+            else:
+                self._time_body()
+
+    def end_keep_alive(self) -> None:
+        """Make the next answer the connection's last. A request that is arriving is not dropped."""
+        self._hand_over()
+        super().end_keep_alive()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.leave()
+        super().connection_lost(exc)
 
     def _drop(self, data: bytes) -> bytes:
         """Return ``data`` without the part that belongs to a discarded body."""
@@ -137,10 +225,10 @@ class HttpProtocol(HttpParsing):
 
     # -- answering ---------------------------------------------------------------------------------
 
-    def _answer(self, head: RequestHead, body: bytes) -> bool:
+    def _answer(self, head: RequestHead, begin: Callable[[], HttpInference]) -> bool:
         """Answer or begin an inference request; False: it has a fault, which the application reports."""
         try:
-            inference = self.app.begin(head, body, self.peer)
+            inference = begin()
         except Exception as error:
             if self.flow.write_paused or not isinstance(error, REFUSALS):
                 return False
