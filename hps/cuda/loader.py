@@ -89,7 +89,8 @@ def missing_device(numbers: Iterable[int], count: int) -> str | None:
     """Return an error text for the first of ``tiers.gpu.devices`` that is not among ``count`` GPUs."""
     for number in numbers:
         if number >= count:
-            return f"tiers.gpu.devices names GPU {number}, but this machine has {count}, numbered from 0"
+            found = f"this machine has {count}, numbered from 0"
+            return f"GPU {number} of tiers.gpu.devices does not exist: {found}"
     return None
 
 

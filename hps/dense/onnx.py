@@ -139,7 +139,7 @@ class OnnxModel:
             return session
         if provider != "auto":
             raise ConfigError(
-                f"dense.provider is {provider}, but {why}; or set dense.provider: auto"
+                f"dense.provider is {provider}, but {why}; fix that, or set dense.provider: auto"
             )
         report_unused_gpu(why)
         return self._open([])
@@ -150,12 +150,14 @@ class OnnxModel:
             session = self._open(self._options_of(self._gpu.device, None))
         except ModelError as error:
             self._open([])  # raises if the network is at fault
-            reason = first_line(error.__cause__ or error)
-            return None, f"ONNX Runtime cannot use GPU {self._gpu.device}: {reason}"
-        used = session.get_providers()[0]
-        if used == self._provider:
-            return session, None
-        return session, f"ONNX Runtime fell back to {used}: {load_failure(self._ort, provider)}"
+            session, reason = None, first_line(error.__cause__ or error)
+        else:
+            used = session.get_providers()[0]
+            if used == self._provider:
+                return session, None
+            reason = f"it fell back to {used}"
+        why = load_failure(self._ort, provider, reason)
+        return session, f"ONNX Runtime cannot use GPU {self._gpu.device}: {why}"
 
     def _open(self, providers: list[Any]) -> Any:
         options = self._ort.SessionOptions()

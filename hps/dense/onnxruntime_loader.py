@@ -117,16 +117,15 @@ def choose_provider(ort: Any, provider: Provider) -> str | None:
     )
 
 
-def load_failure(ort: Any, provider: Provider) -> str:
-    """Return why ONNX Runtime does not load the libraries of ``provider``, a network's or ``auto``."""
+def load_failure(ort: Any, provider: Provider, otherwise: str) -> str:
+    """Return which library ``provider``, a network's or ``auto``, misses; ``otherwise`` if none."""
     name = "tensorrt" if provider == "tensorrt" else "cuda"
-    path = Path(getattr(ort, "__file__", "")).parent / f"capi/libonnxruntime_providers_{name}.so"
+    path = Path(ort.__file__).parent / f"capi/libonnxruntime_providers_{name}.so"
     try:
         ctypes.CDLL(str(path))
-        detail = ""
     except OSError as error:
-        detail = f": {error}"
-    return f"its libraries do not load ({_REQUIRED_LIBRARIES[name]}{detail}); install them (docs/gpu.md)"
+        return f"its libraries do not load ({_REQUIRED_LIBRARIES[name]}: {error}); install them (docs/gpu.md)"
+    return otherwise
 
 
 def preload_cuda(ort: Any) -> None:

@@ -21,10 +21,12 @@ WARNING, FATAL = 2, 4
 
 
 class _FakeRuntime:
-    """A fake `onnxruntime` module.
+    """A fake `onnxruntime` module, without the providers' libraries.
 
     ``available``: its providers; ``used``: those that its sessions report, None for the requested ones.
     """
+
+    __file__ = "no-folder/__init__.py"
 
     class SessionOptions:
         pass
@@ -64,6 +66,14 @@ class _FakeRuntime:
             get_outputs = get_inputs
 
         return Session()
+
+
+@pytest.fixture(autouse=True)
+def _machine_without_gpu(monkeypatch):
+    """The package for GPUs on a machine without one, whatever the tests run on."""
+    monkeypatch.setattr(module, "missing_requirement", lambda: "no GPU")
+    with_packages(monkeypatch, "onnxruntime-gpu")
+    with_gpu(monkeypatch, False)
 
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -138,7 +148,8 @@ def test_missing_or_broken_tensorrt_is_a_config_error(monkeypatch):
     for used in ([CUDA, CPU], [CPU]):
         monkeypatch.setitem(sys.modules, "onnxruntime", _FakeRuntime([TENSORRT, CUDA, CPU], used))
         message = (
-            rf"fell back to {used[0]}: .*libnvinfer .*of TensorRT .*docs/gpu.md.*provider: auto"
+            r"cannot use GPU 0: its libraries do not load .libnvinfer .*of TensorRT .*docs/gpu.md.*"
+            "provider: auto"
         )
         with pytest.raises(ConfigError, match=message):
             OnnxModel(Path("x.onnx"), "tensorrt")
@@ -245,7 +256,7 @@ def test_cuda_provider_that_fails_to_load_is_an_error_unless_auto(monkeypatch, c
     with_packages(monkeypatch, "onnxruntime-gpu")
     with_gpu(monkeypatch, True)
     monkeypatch.setitem(sys.modules, "onnxruntime", _FakeRuntime([CUDA, CPU], [CPU]))
-    cause = f"fell back to {CPU}: its libraries do not load .CUDA and cuDNN: .*cannot open"
+    cause = "cannot use GPU 0: its libraries do not load .CUDA and cuDNN: .*cannot open"
     with pytest.raises(ConfigError, match=cause):
         OnnxModel(Path("x.onnx"), "cuda")
     assert OnnxModel(Path("x.onnx"), "auto").provider == CPU
@@ -262,6 +273,7 @@ def test_session_that_fails_on_the_gpu_alone_is_an_error_unless_auto(monkeypatch
     with_packages(monkeypatch, "onnxruntime-gpu")
     with_gpu(monkeypatch, True)
     monkeypatch.setitem(sys.modules, "onnxruntime", Runtime([CUDA, CPU], None))
+    monkeypatch.setattr(onnxruntime_loader.ctypes, "CDLL", lambda _path: None)
     cause = "ONNX Runtime cannot use GPU 0: CUDA failure 35: driver version is insufficient"
     with pytest.raises(ConfigError, match=f"dense.provider is cuda, but {cause}"):
         OnnxModel(Path("x.onnx"), "cuda")
@@ -278,7 +290,7 @@ def test_gpu_that_does_not_exist_is_named(monkeypatch, caplog):
     monkeypatch.setattr(module, "missing_requirement", lambda: None)
     monkeypatch.setattr(module, "device_count", lambda: 1)
     monkeypatch.setattr(module, "keep_device", nullcontext)
-    cause = "tiers.gpu.devices names GPU 1, but this machine has 1, numbered from 0"
+    cause = "GPU 1 of tiers.gpu.devices does not exist: this machine has 1, numbered from 0"
     with pytest.raises(ConfigError, match=f"dense.provider is cuda, but {cause}"):
         OnnxModel(Path("x.onnx"), "cuda", gpu=GpuOptions(device=1))
     assert OnnxModel(Path("x.onnx"), "auto", gpu=GpuOptions(device=1)).provider == CPU

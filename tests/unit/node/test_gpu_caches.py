@@ -880,13 +880,18 @@ def test_network_on_the_cpu_beside_a_gpu_cache_is_a_warning_unless_configured(
 
 def test_gpu_that_does_not_exist_is_a_warning_under_auto(open_node, caplog):
     open_node(gpus=1, gpu={"devices": [1]})
-    assert "names GPU 1, but this machine has 1, numbered from 0; rows are served" in caplog.text
+    assert (
+        "GPU 1 of tiers.gpu.devices does not exist: this machine has 1, numbered from 0; rows"
+        in caplog.text
+    )
 
 
 def test_required_but_missing_gpu_raises_config_error(open_node, monkeypatch):
     with pytest.raises(ConfigError, match=r"tiers.gpu.use is required, but the GPU cache needs"):
         open_node(gpus=None, gpu={"use": "required"})
-    with pytest.raises(ConfigError, match="names GPU 2, but this machine has 2"):
+    with pytest.raises(
+        ConfigError, match=r"is required, but GPU 2 of tiers.gpu.devices does not exist: .* has 2"
+    ):
         open_node(gpus=2, gpu={"use": "required", "devices": [0, 2]})
 
 
