@@ -35,7 +35,7 @@ class AdmissionSettings(StrictModel):
     """Limits on running and queued inference requests; see docs/overload.md."""
 
     running: int | None = Field(None, ge=1)
-    """Concurrent requests per model; null: one per thread, with `server.batching` 64."""
+    """Concurrent requests per model; null: one per thread, on a GPU 32, with `server.batching` 64."""
     queue: int = Field(1024, ge=0)
     """Queued requests per model in addition to those; more get 503."""
     queue_bytes: int = Field(256 << 20, ge=1 << 20)

@@ -28,6 +28,9 @@ from services.server_state import ServerState
 
 # Limit on concurrent requests with dynamic batching; requests that wait for their batch count.
 _MAX_BATCHED = 64
+# The same per process for predictions in a GPU's common batches: enough for full batches of small requests.
+# More would let an overload's requests wait where they cannot be rejected.
+_MAX_SCHEDULED = 32
 # Limit on concurrent changes of models: one that runs, and one that waits.
 _MAX_MODEL_CHANGES = 2
 
@@ -150,11 +153,12 @@ class FrontendState(ServerState[OpenModels]):
         threads = max(settings.tiers.lookup_threads, dense_concurrency(settings.dense))
         running = threads if settings.server.batching is None else max(threads, _MAX_BATCHED)
         found, lookup = endpoints(served, settings.server, metrics)
+        limits = [running] * len(found)
+        if served.pipeline is not None and served.pipeline.is_scheduled:
+            limits[0] = max(running, _MAX_SCHEDULED)  # of the predictions
         return [
-            ServedEndpoint(
-                served, self.admission.add_queue(endpoint, running, metrics), info, lookup
-            )
-            for endpoint, info in found
+            ServedEndpoint(served, self.admission.add_queue(endpoint, most, metrics), info, lookup)
+            for (endpoint, info), most in zip(found, limits, strict=True)
         ]
 
     def own_statistics(self) -> dict[str, dict[str, Any]]:
