@@ -266,6 +266,10 @@ class Inference(ABC):
             self.port.state.regions.put(outputs, call.targets)
         return encoder.encode(call, result.defaulted, result.degraded, stale_s, outputs)
 
+    def observed_inputs(self) -> Mapping[str, NDArray[Any]]:
+        """Return the inputs for `succeed`; empty if nothing reports them: they may not be arrays yet."""
+        return {} if self.origin is None else self.call.inputs
+
     def succeed(
         self,
         result: Any,

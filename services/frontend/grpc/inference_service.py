@@ -13,6 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 from hps.config.server_settings import ServerSettings
 from hps.errors import HpsError, Unavailable
 from services.frontend.auth import Authorizer
+from services.frontend.grpc import responders
 from services.frontend.grpc.call_identity import address_of, caller_of, check
 from services.frontend.grpc.inference import GrpcInference
 from services.frontend.grpc.protobuf_wire import field
@@ -31,7 +32,8 @@ from services.frontend.state import FrontendState, ServedEndpoint
 # Set by clients that want the first error of a stream as the stream's status (Triton's extension).
 _STRICT_STREAM = ("triton_grpc_error", "true")
 _INFER_RESPONSE = 0x12  # tag of the field in ModelStreamInferResponse
-
+# The largest request that is copied on the thread that received it: about 0.2 ms.
+_MAX_COPIED_BYTES = 1 << 20
 
 GrpcRoute = InferenceRoute[GrpcRequestParser, bytes]
 
@@ -48,7 +50,7 @@ class _ModelInference(GrpcInference):
     def answer(self, future: Future[Any]) -> bytes:
         result, call = future.result(), self.call
         answer = self.encode(self.route.encoder, result)
-        self.succeed(result, future, self.route.observe, call.batch, call.inputs)
+        self.succeed(result, future, self.route.observe, call.batch, self.observed_inputs())
         return answer
 
     def run(self) -> None:
@@ -140,7 +142,7 @@ class GrpcInferenceService:
             if rejection is not None:
                 inference.reject(rejection)
                 return
-            inference.reply.run(inference.run, len(message))
+            inference.reply.run(inference.run, _parsing_bytes(message, to, route.parser))
         except Exception as error:
             inference.reject(error)
 
@@ -159,6 +161,17 @@ class GrpcInferenceService:
             self._state.entry(to.model, to.version or None)
             raise Unavailable("the model has just become ready; retry")
         return route
+
+
+def _parsing_bytes(message: bytes, to: ModelReference, parser: GrpcRequestParser) -> int:
+    """Return the size of a request for ``UnaryResponder.run``.
+
+    0 if it is sent on as it is: copying it takes less time than passing it to another thread.
+    """
+    size = len(message)
+    if responders.LARGE_BYTES < size <= _MAX_COPIED_BYTES and parser.is_prepared(message, to):
+        return 0
+    return size
 
 
 def _stream_error(message: bytes, error: HpsError) -> bytes:

@@ -118,6 +118,14 @@ class GrpcRequestParser:
                 return GrpcInferenceRequest(form, None, to.id, message=message, start=end)
         return self._read(message, to)
 
+    def is_prepared(self, message: bytes, to: ModelReference) -> bool:
+        """True if requests alike have a prepared prediction, which only copies the message."""
+        size = self._sizes.get(len(message) - to.end)
+        if size is None:
+            return False
+        form = self._forms.get(message[to.end : to.end + size])
+        return form is not None and form.prepared_message is not None
+
     def _read(self, message: bytes, to: ModelReference) -> GrpcInferenceRequest:
         request = _parsed(message)
         form = self._form(request)

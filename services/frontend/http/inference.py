@@ -78,7 +78,7 @@ class HttpInference(Inference):
                 self._encoded = reply
                 return None
             call = self.call
-            self.succeed(result, future, self._route.observe, call.batch, call.inputs)
+            self.succeed(result, future, self._route.observe, call.batch, self.observed_inputs())
             return reply
         except Exception as error:
             return self.error_reply(error)
@@ -122,7 +122,7 @@ class HttpInference(Inference):
         if self._is_compressed(reply):
             reply = await _compressed(reply, self._head.coding)
         call = self.call
-        self.succeed(result, self.future, self._route.observe, call.batch, call.inputs)
+        self.succeed(result, self.future, self._route.observe, call.batch, self.observed_inputs())
         return reply
 
     def _encode(self, result: Any) -> HttpReply:
