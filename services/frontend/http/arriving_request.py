@@ -23,11 +23,11 @@ class ArrivingRequest:
         """``text``: the bytes of the head."""
         self._inference = inference
         self._text = text
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes | memoryview] = []
         self._reservation = ByteReservation(budget)
         self.missing = body_size
 
-    def add(self, piece: bytes) -> None:
+    def add(self, piece: bytes | memoryview) -> None:
         """Add bytes of the body, fewer than ``missing``. Raises ``Overloaded``: they cannot be reserved."""
         self._pieces.append(piece)
         self.missing -= len(piece)

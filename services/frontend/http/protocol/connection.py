@@ -112,7 +112,7 @@ class HttpProtocol(HttpParsing):
                 return True
         begins = len(data) - came
         if came < head.body_size:
-            return not head.is_crowded and self._expect(head, data[:begins], data[begins:])
+            return not head.is_crowded and self._expect(head, data, begins)
         return self._answer(head, partial(self.app.begin, head, data[begins:], self.peer))
 
     def _learn(self) -> None:
@@ -129,17 +129,17 @@ class HttpProtocol(HttpParsing):
 
     # -- a body in pieces --------------------------------------------------------------------------
 
-    def _expect(self, head: RequestHead, text: bytes, piece: bytes) -> bool:
-        """Collect the body of a request whose head is cached; False: the parser must read it."""
-        arriving = self.app.expect(head, text, self.peer)
+    def _expect(self, head: RequestHead, data: bytes, begins: int) -> bool:
+        """Collect the body that begins in ``data``, after a cached head; False: the parser must read it."""
+        arriving = self.app.expect(head, data[:begins], self.peer)
         if arriving is None:
             return False
         self._arriving, self._arriving_head = arriving, head
         self._reads = "body"
         self._requests += 1
         self._time_body()
-        if piece:
-            self._collect(arriving, piece)
+        if begins < len(data):
+            self._add(arriving, memoryview(data)[begins:])
         return True
 
     def _collect(self, arriving: ArrivingRequest, data: bytes) -> bytes:
@@ -149,10 +149,7 @@ class HttpProtocol(HttpParsing):
         gets all its bytes."""
         size = arriving.missing
         if len(data) < size:
-            try:
-                arriving.add(data)
-            except Overloaded:
-                self._hand_over()
+            self._add(arriving, data)
             return b""
         self._arriving, self._reads = None, "nothing"
         last, rest = (data, b"") if len(data) == size else (data[:size], data[size:])
@@ -161,6 +158,12 @@ class HttpProtocol(HttpParsing):
         self._arriving = arriving
         self._hand_over(rest)
         return b""
+
+    def _add(self, arriving: ArrivingRequest, piece: bytes | memoryview) -> None:
+        try:
+            arriving.add(piece)
+        except Overloaded:
+            self._hand_over()
 
     def _hand_over(self, rest: bytes = b"") -> None:
         """Pass the request that is arriving to the parser, and the bytes after it."""
