@@ -14,6 +14,7 @@ from hps.cuda.layout import (
     AGES_A_TURN,
     BUCKET_BYTES,
     COUNT_BITS,
+    MAX_SPARE,
     POLICY_BITS,
     ROOMY_LOAD,
     SCORE_MASK,
@@ -188,6 +189,12 @@ class GpuTable:
         ticks, self._admitted = divmod(self._admitted, max(1, self.shape.capacity // self._ticks))
         self.clock += ticks
         self.publish_now()
+
+    @property
+    def update_batch(self) -> int:
+        """The most keys of one launch of an update, which chooses no slots: as many as are spare rows."""
+        shape = self.shape
+        return min(MAX_SPARE, shape.rows - self.filled) if shape.roomy else shape.batch
 
     def is_open(self, n: int) -> bool:
         """Return whether ``n`` keys may be written into empty slots: rows for a later batch must remain."""

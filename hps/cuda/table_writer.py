@@ -82,8 +82,9 @@ class GpuTableWriter:
         """
         row_bytes, total = table.table.row_bytes, len(rows.keys)
         position = 0 if unique else self._position.data.ptr
-        for start in range(0, total, table.shape.batch):
-            n = min(table.shape.batch, total - start)
+        batch = table.update_batch if update else table.shape.batch
+        for start in range(0, total, batch):
+            n = min(batch, total - start)
             addresses = rows.addresses(start, row_bytes)
             self._pack(table, n, addresses, position, oldest_tombstone)
             if not unique:

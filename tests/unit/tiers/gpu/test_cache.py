@@ -21,6 +21,7 @@ from hps.cuda.layout import (
     EvictionPolicy,
 )
 from hps.cuda.loader import cupy
+from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.twin import TwinTable
 from hps.errors import BadRequest, ConfigError, TierTimeout, Unavailable
 from hps.tiers.base import FetchContext, Part
@@ -549,6 +550,29 @@ def test_roomy_table_holds_every_row(count):
         part = fetch(cache, table, keys.get())
         expected = (part.keys % 1021).astype(np.float32)
         np.testing.assert_array_equal(part.out.get(), np.repeat(expected[:, None], 8, axis=1))
+
+
+def test_update_of_a_roomy_table_takes_all_spare_rows(monkeypatch):
+    """An insert takes fewer keys at a time, so that each sees the slots that others chose."""
+    table, count = EmbeddingTable.make("t", 8), 100_000
+    cache, keys = GpuCache({}), np.arange(count)
+    cache.add_table(table, count, load=ROOMY_LOAD)
+    held, steps, hold_back = cache.held(table), [], ReaderEvents.hold_back
+
+    def record(self, stream):
+        steps.append(held.shape.rows - held.filled)
+        hold_back(self, stream)
+
+    monkeypatch.setattr(ReaderEvents, "hold_back", record)
+    cache.insert(table, keys, distinct_rows(table, keys), versions_of(keys))
+    assert len(steps) == -(-count // held.shape.batch)
+    steps.clear()
+    cache.update(table, keys, distinct_rows(table, keys, 1), versions_of(keys, 1))
+    assert len(steps) == -(-count // (2 * held.shape.batch))
+    np.testing.assert_array_equal(
+        fetch(cache, table, keys).out.get(), distinct_rows(table, keys, 1)
+    )
+    check(held)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
