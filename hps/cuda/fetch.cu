@@ -3,10 +3,10 @@
 //
 // Per part: keys (n,) i64, optional positions (n,) i64 into them, out (·, dim), versions (·,) u64,
 // source (·,) u8 (versions and source may be null for VECTORS); misses (total,) u32 are positions
-// in the batch (part.base + i) in no order, miss_count (1,) u32. Launch: BLOCK threads; a tile of T
-// threads works on a key; a part begins at a block, so that all keys of a block are of one part.
-// Any number of fetches and one writer may run in parallel (README.md). Twin: twin.py
-// TwinTable.fetch.
+// in the batch (part.base + i) in no order, miss_count (1,) u32. Launch: BLOCK threads, T of
+// them a key: a warp works on 32 / T keys together. A part begins at a block, so that all keys of a
+// block are of one part. Any number of fetches and one writer may run in parallel (README.md).
+// Twin: twin.py TwinTable.fetch.
 #include "hash_table.cuh"
 
 struct FetchPart {
@@ -80,27 +80,6 @@ __device__ __forceinline__ uint4 load(const uint4* from) {
   return value;
 }
 
-// MOVES > 0: every thread of the tile moves so many units, all loads before the first store.
-template <int T, int UNIT, int MOVES>
-__device__ __forceinline__ void copy_row(const FetchPart& p, u32 row, size_t i,
-                                         const Tile<T>& tile) {
-  typedef typename Unit<UNIT>::type unit;
-  const u32 bytes = MOVES ? MOVES * T * UNIT : p.row_bytes;
-  const unit* from = (const unit*)row_at(p, row, MOVES ? bytes : p.stride) + tile.rank;
-  unit* to = (unit*)(p.out + i * bytes) + tile.rank;
-  if (MOVES) {
-    unit value[MOVES ? MOVES : 1];
-#pragma unroll
-    for (int m = 0; m < MOVES; m++) value[m] = load(from + m * T);
-#pragma unroll
-    for (int m = 0; m < MOVES; m++) store(to + m * T, value[m]);
-  } else {
-#pragma unroll 1
-    for (int c = tile.rank; c < (int)bytes / UNIT; c += T, from += T, to += T)
-      store(to, load(from));
-  }
-}
-
 // Appends the positions (and keys) of missing keys, with one atomic addition per warp that has any.
 // All threads of the warp must call it. (One addition per block makes every warp wait for the
 // block's slowest key: 2 to 3 % slower with rows up to 128 bytes, no faster with longer ones.)
@@ -132,60 +111,214 @@ __device__ __forceinline__ u32 window_of(const FetchArgs& a, const FetchPart& p,
   return row < p.on_device ? 0 : (u32)(((u64)(row - p.on_device) * p.stride) >> a.window_shift);
 }
 
-// Writes the result for key i from the found slot's word. Returns whether the key is resolved.
-template <int T, int UNIT, int MOVES, int FORM, bool SWEEP>
-__device__ __forceinline__ bool answer(const FetchArgs& a, const FetchPart& p, u32 word, size_t i,
-                                       u32& later, const Tile<T>& tile) {
-  const u32 row = word & ROW_MASK;
-  if (FORM == NUMBERS) {
-    if (word & TOMBSTONE) return false;
-    if (tile.rank == 0) ((u32*)p.out)[i] = row;
-    return true;
-  }
-  if (FORM == TIER) {
-    // Bypasses the first-level cache, which may hold this sector as it was before the version was
-    // written.
-    const u64 version = __ldcg(p.row_versions + row);
-    if (word & TOMBSTONE && version < p.oldest_tombstone) return false;
-    if (tile.rank == 0) {
-      p.versions[i] = version;
-      if (!(word & TOMBSTONE)) p.source[i] = (u8)p.code;
-    }
-  }
-  if (word & TOMBSTONE) return FORM == TIER;
-  if (FORM == VECTORS && p.source && tile.rank == 0) p.source[i] = (u8)p.code;
-  if (SWEEP && window_of(a, p, row))
-    later = row;
-  else
-    copy_row<T, UNIT, MOVES>(p, row, i, tile);
-  return true;
+constexpr u32 WARP = 0xffffffffu;  // all lanes
+
+// The keys of a warp, one a lane; lanes from KEYS on have no key.
+struct Query {
+  u64 key;
+  u32 home;
+  u32 word;   // of the slot that was found; EMPTY: none yet
+  bool open;  // still searched
+};
+
+// A key that a warp searches outside its home half, and what this lane has read for it: a slot of
+// `half` and, in the first four of eight lanes, one of `last`.
+struct Rest {
+  u64 key;
+  u32 half, last;
+  Slot one, two;
+};
+
+// A hit counts as a use unless it is a tombstone that the answer does not include.
+template <int FORM>
+__device__ __forceinline__ bool is_use(const FetchPart& p, u32 word) {
+  if (!(word & TOMBSTONE)) return true;
+  return FORM == TIER && __ldcg(p.row_versions + (word & ROW_MASK)) >= p.oldest_tombstone;
 }
 
-// Fetches key i of the part; i must be the same for all threads of the tile.
-template <int T, int UNIT, int MOVES, int FORM, bool STAMP, bool SWEEP>
-__device__ __forceinline__ bool fetch_one(const FetchArgs& a, const FetchPart& p, u32 i,
-                                          const Tile<T>& tile) {
+template <int FORM, bool STAMP>
+__device__ __forceinline__ void stamp(const FetchPart& p, u32 half, int rank, const Slot& slot) {
+  if (STAMP && is_use<FORM>(p, slot.word))
+    stamp_slot(slot_at(p.lines, half, rank), slot.score, p.now, p.policy);
+}
+
+__device__ __forceinline__ bool holds(const Slot& slot, u64 key) {
+  return slot.key == key && !(slot.word & EMPTY);
+}
+
+// Searches the home halves of the warp's `count` keys: four lanes read the half of a key, all loads
+// before the first comparison.
+template <int KEYS, int FORM, bool STAMP>
+__device__ __forceinline__ void search_homes(const FetchPart& p, Query& q, u32 count) {
+  const int lane = threadIdx.x & 31, rank = lane & (HALF - 1), mine = 4 * (lane & 7);
   const u64 policy = keep_policy();
-  const size_t at = is_batched(FORM) && p.positions ? (size_t)p.positions[i] : i;
-  const u64 key = p.keys[at], hash = mix(key);
-  const u32 home = home_half(hash, p.buckets);
-  const Half<T> half = load_half<T, true>(p.lines, home, tile, policy);
-  constexpr bool WIDE = T > HALF || MOVES * T * UNIT >= 256;
-  const Found found = look<T, true, WIDE>(p.lines, p.buckets, key, hash, home, half, tile, policy);
-  bool hit = false;
-  u32 later = NO_ROW;
-  if (found.lane >= 0) {
-#ifdef HPS_SLOW_READS
-    if (is_slow(hash)) __nanosleep(HPS_SLOW_READS);
-#endif
-    const u32 word = __shfl_sync(tile.mask, found.slot.word, found.lane);
-    hit = answer<T, UNIT, MOVES, FORM, SWEEP>(a, p, word, at, later, tile);
-    if (STAMP && hit && (threadIdx.x & 31) == found.lane)
-      stamp_slot(found.place, found.slot.score, p.now, p.policy);
+  Slot slot[KEYS / 8];
+  u32 home[KEYS / 8];
+#pragma unroll
+  for (int r = 0; r < KEYS / 8; r++) {
+    home[r] = __shfl_sync(WARP, q.home, 8 * r + lane / HALF);
+    slot[r] = load_slot_kept(slot_at(p.lines, home[r], rank), policy);
   }
-  if (SWEEP && tile.rank == 0) a.later[p.base + i] = later;
-  if (FORM == NUMBERS && !hit && tile.rank == 0) ((u32*)p.out)[at] = NO_ROW;
-  return hit;
+#pragma unroll
+  for (int r = 0; r < KEYS / 8; r++) {
+    const u64 key = __shfl_sync(WARP, q.key, 8 * r + lane / HALF);
+    const bool hit = holds(slot[r], key) && 8 * r + lane / HALF < count;
+    const u32 hits = __ballot_sync(WARP, hit) >> mine & 15;
+    const u32 word = __shfl_sync(WARP, slot[r].word, (mine + __ffs(hits) - 1) & 31);
+    if (q.open && hits && lane / 8 == r) q.word = word, q.open = false;
+    if (hit) stamp<FORM, STAMP>(p, home[r], rank, slot[r]);
+  }
+}
+
+// Loads the slots outside the home half of the first four keys of `todo`, eight lanes each.
+__device__ __forceinline__ Rest load_rest(const FetchPart& p, const Query& q, u32 todo) {
+  const int lane = threadIdx.x & 31, rank = lane & 7;
+  for (int before = lane / 8; before > 0; before--) todo &= todo - 1;
+  const int owner = (__ffs(todo) - 1) & 31;
+  Rest rest = {__shfl_sync(WARP, q.key, owner), 0, 0, {0, EMPTY, 0}, {0, EMPTY, 0}};
+  const u32 home = __shfl_sync(WARP, q.home, owner);
+  const u32 second = second_half(mix(rest.key), p.buckets, home);
+  rest.half = rank < HALF ? home ^ 1 : second;
+  rest.last = second + 1;
+  if (todo) {
+    const u64 policy = keep_policy();
+    rest.one = load_slot_kept(slot_at(p.lines, rest.half, rank & (HALF - 1)), policy);
+    if (rank < HALF) rest.two = load_slot_kept(slot_at(p.lines, rest.last, rank), policy);
+  }
+  return rest;
+}
+
+// Searches the other half and the second bucket of the open keys, four keys at a time.
+template <int FORM, bool STAMP>
+__device__ __forceinline__ void search_rest(const FetchPart& p, Query& q) {
+  const int lane = threadIdx.x & 31;
+  u32 todo;
+  while ((todo = __ballot_sync(WARP, q.open))) {
+    const Rest rest = load_rest(p, q, todo);
+    const bool one = holds(rest.one, rest.key), two = holds(rest.two, rest.key);
+    const int order = __popc(todo & ((1u << lane) - 1));  // the key's among the open ones
+    const u32 all = __ballot_sync(WARP, one || two), hits = order < 4 ? all >> 8 * order & 255 : 0;
+    const u32 word =
+        __shfl_sync(WARP, two ? rest.two.word : rest.one.word, (8 * order + __ffs(hits) - 1) & 31);
+    if (q.open && hits) q.word = word;
+    if (order < 4) q.open = false;
+    if (one) stamp<FORM, STAMP>(p, rest.half, lane & (HALF - 1), rest.one);
+    if (two) stamp<FORM, STAMP>(p, rest.last, lane & (HALF - 1), rest.two);
+  }
+}
+
+// As measured to be fastest: two 16-byte units a thread of rows from 128 bytes on, two rows at
+// once.
+__device__ constexpr int threads_a_row(int units) { return units < 8 ? units : units / 2; }
+__device__ constexpr int rows_at_once(int most) { return most < 2 ? most : 2; }
+
+// Copies the warp's rows, of C 16-byte units: T threads a row, the loads of AT_ONCE rows a thread
+// before the first store. `row`: of this lane's key, or NO_ROW; `at`: its place in out.
+template <int KEYS, int C>
+__device__ __forceinline__ void copy_rows(const FetchPart& p, u32 row, u32 at) {
+  constexpr int T = threads_a_row(C), EACH = C / T, STEP = 32 / T;
+  constexpr int AT_ONCE = rows_at_once(KEYS > STEP ? KEYS / STEP : 1);
+  const int lane = threadIdx.x & 31, rank = lane % T;
+#pragma unroll 1
+  for (int first = 0; first < KEYS; first += STEP * AT_ONCE) {
+    uint4 value[AT_ONCE][EACH];
+    u32 number[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+      number[k] = __shfl_sync(WARP, row, first + k * STEP + lane / T);
+      if (number[k] != NO_ROW) {
+        const uint4* from = (const uint4*)row_at(p, number[k], C * 16) + rank;
+#pragma unroll
+        for (int m = 0; m < EACH; m++) value[k][m] = load(from + m * T);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+      const size_t place = __shfl_sync(WARP, at, first + k * STEP + lane / T);
+      if (number[k] != NO_ROW) {
+        uint4* to = (uint4*)p.out + place * C + rank;
+#pragma unroll
+        for (int m = 0; m < EACH; m++) store(to + m * T, value[k][m]);
+      }
+    }
+  }
+}
+
+// The same for rows of any size.
+template <int KEYS, int UNIT>
+__device__ __forceinline__ void copy_any_rows(const FetchPart& p, u32 row, u32 at) {
+  typedef typename Unit<UNIT>::type unit;
+  const int lane = threadIdx.x & 31, units = p.row_bytes / UNIT;
+  const int shift = units > 4 ? 3 : units > 2 ? 2 : units - 1;  // 1 << shift threads a row
+  const int rank = lane & ((1 << shift) - 1);
+#pragma unroll 1
+  for (int first = 0; first < KEYS; first += 32 >> shift) {
+    const u32 number = __shfl_sync(WARP, row, first + (lane >> shift));
+    const size_t place = __shfl_sync(WARP, at, first + (lane >> shift));
+    if (number == NO_ROW) continue;
+    const unit* from = (const unit*)row_at(p, number, p.stride);
+    unit* to = (unit*)(p.out + place * p.row_bytes);
+    for (int c = rank; c < units; c += 1 << shift) store(to + c, load(from + c));
+  }
+}
+
+// UNITS: the 16-byte units of every row, or 0 if rows differ or have another size.
+template <int KEYS, int UNIT, int UNITS>
+__device__ __forceinline__ void copy(const FetchPart& p, u32 row, u32 at) {
+  if constexpr (UNITS > 0)
+    copy_rows<KEYS, UNITS>(p, row, at);
+  else
+    copy_any_rows<KEYS, UNIT>(p, row, at);
+}
+
+// Writes what is to be known of this lane's key but its row. Returns the row to copy, or NO_ROW,
+// and sets `miss`.
+template <int FORM, bool SWEEP>
+__device__ __forceinline__ u32 answer(const FetchArgs& a, const FetchPart& p, const Query& q, u32 i,
+                                      u32 at, bool& miss) {
+  u32 row = q.word & (EMPTY | TOMBSTONE) ? NO_ROW : q.word & ROW_MASK;
+  miss = row == NO_ROW;
+  if (FORM == NUMBERS) ((u32*)p.out)[at] = row;
+  if (FORM == TIER && !(q.word & EMPTY)) {
+    // Bypasses the first-level cache, which may hold this sector as it was before the version was
+    // written.
+    const u64 version = __ldcg(p.row_versions + (q.word & ROW_MASK));
+    if (row == NO_ROW) miss = version < p.oldest_tombstone;
+    if (!miss) p.versions[at] = version;
+    if (row != NO_ROW) p.source[at] = (u8)p.code;
+  }
+  if (FORM == VECTORS && p.source && row != NO_ROW) p.source[at] = (u8)p.code;
+  if (SWEEP) {
+    const bool later = row != NO_ROW && window_of(a, p, row);
+    a.later[p.base + i] = later ? row : NO_ROW;
+    if (later) row = NO_ROW;
+  }
+  return row;
+}
+
+// Fetches the keys from `first` on of the part.
+template <int KEYS, int UNIT, int UNITS, int FORM, bool STAMP, bool SWEEP>
+__device__ __forceinline__ void fetch_keys(const FetchArgs& a, const FetchPart& p, u32 first) {
+  const u32 lane = threadIdx.x & 31, i = first + lane;
+  const bool real = lane < KEYS && i < p.n;
+  u32 at = i;
+  Query q = {0, 0, EMPTY, real};
+  if (real) {
+    if (is_batched(FORM) && p.positions) at = (u32)p.positions[i];
+    q.key = __ldcs(p.keys + at);
+    q.home = home_half(mix(q.key), p.buckets);
+  }
+  search_homes<KEYS, FORM, STAMP>(p, q, p.n - first);
+  search_rest<FORM, STAMP>(p, q);
+#ifdef HPS_SLOW_READS
+  if (is_slow(mix(q.key))) __nanosleep(HPS_SLOW_READS);
+#endif
+  bool miss = false;
+  u32 row = NO_ROW;
+  if (real) row = answer<FORM, SWEEP>(a, p, q, i, at, miss);
+  if (FORM == NUMBERS) return;
+  list_miss<FORM>(a, p, miss, i);
+  copy<KEYS, UNIT, UNITS>(p, row, at);
 }
 
 __device__ __forceinline__ const FetchPart& part_of_block(const FetchArgs& a) {
@@ -194,17 +327,23 @@ __device__ __forceinline__ const FetchPart& part_of_block(const FetchArgs& a) {
   return a.part[index];
 }
 
-// 32 registers allow full occupancy of the multiprocessor; versions and sources need more.
-template <int T, int UNIT, int MOVES, int FORM, bool STAMP, bool SWEEP>
-__global__ void __launch_bounds__(BLOCK, FORM == TIER ? 6 : 8)
+// The first key of this warp within its part.
+template <int KEYS>
+__device__ __forceinline__ u32 first_key(const FetchPart& p) {
+  return ((blockIdx.x - p.first_block) * (BLOCK / 32) + threadIdx.x / 32) * KEYS;
+}
+
+// Blocks of a multiprocessor: as many as leave enough registers.
+__device__ constexpr int resident_blocks(int keys, int form) {
+  return (is_batched(form) ? 6 : 8) - (keys < 32 ? 0 : 2);
+}
+
+template <int T, int UNIT, int UNITS, int FORM, bool STAMP, bool SWEEP>
+__global__ void __launch_bounds__(BLOCK, resident_blocks(32 / T, FORM))
     fetch_kernel(const __grid_constant__ FetchArgs a) {
   const FetchPart& p = is_batched(FORM) ? part_of_block(a) : a.part[0];
-  const Tile<T> tile;
-  const u32 i = (blockIdx.x - p.first_block) * (BLOCK / T) + threadIdx.x / T;
-  bool miss = false;
-  if (i < p.n)
-    miss = !fetch_one<T, UNIT, MOVES, FORM, STAMP, SWEEP>(a, p, i, tile) && tile.rank == 0;
-  if (FORM != NUMBERS) list_miss<FORM>(a, p, miss, i);
+  const u32 first = first_key<32 / T>(p);
+  if (first < p.n) fetch_keys<32 / T, UNIT, UNITS, FORM, STAMP, SWEEP>(a, p, first);
   if (is_batched(FORM) && a.result) {
     __syncthreads();
     if (threadIdx.x) return;
@@ -218,16 +357,19 @@ __global__ void __launch_bounds__(BLOCK, FORM == TIER ? 6 : 8)
 
 // Copies the deferred rows of one window. They do not change meanwhile, because the fetch ends with
 // its last launch. Launched like fetch_kernel.
-template <int T, int UNIT, int MOVES>
+template <int T, int UNIT, int UNITS>
 __global__ void __launch_bounds__(BLOCK) sweep_kernel(const __grid_constant__ FetchArgs a) {
   const FetchPart& p = part_of_block(a);
-  const Tile<T> tile;
-  const u32 i = (blockIdx.x - p.first_block) * (BLOCK / T) + threadIdx.x / T;
-  if (i >= p.n) return;
-  const u32 row = a.later[p.base + i];
-  if (row == NO_ROW || window_of(a, p, row) != a.window) return;
+  const u32 lane = threadIdx.x & 31, first = first_key<32 / T>(p), i = first + lane;
+  if (first >= p.n) return;
+  u32 row = NO_ROW, at = i;
+  if (lane < 32 / T && i < p.n) {
+    row = a.later[p.base + i];
+    if (row != NO_ROW && window_of(a, p, row) != a.window) row = NO_ROW;
+    if (p.positions) at = (u32)p.positions[i];
+  }
 #ifdef HPS_SLOW_READS
   if (is_slow(mix(row))) __nanosleep(HPS_SLOW_READS);
 #endif
-  copy_row<T, UNIT, MOVES>(p, row, p.positions ? (size_t)p.positions[i] : i, tile);
+  copy<32 / T, UNIT, UNITS>(p, row, at);
 }

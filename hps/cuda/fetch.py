@@ -16,13 +16,14 @@ from hps.bounded_memo import memoize
 from hps.cuda import launch, layout
 from hps.cuda.launch import (
     FETCH_ARGS,
+    MANY_KEYS,
     PARTS,
     blocks_of,
     fetch_name,
-    moves_of,
     sweep_name,
     tile_of,
     unit_of,
+    units_of,
     windows_of,
 )
 from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
@@ -92,7 +93,7 @@ class FetchWorkspace:
         self._pinned = cp.cuda.alloc_pinned_memory(4)
         self.result = np.frombuffer(self._pinned, np.uint32, 1)
         self.result_at = self._pinned.ptr
-        self._plans: dict[tuple[int, tuple[GpuTable, ...]], _Plan] = {}
+        self._plans: dict[tuple[int, bool, tuple[GpuTable, ...]], _Plan] = {}
         self._args = KernelStruct(FETCH_ARGS)
         self._args["miss_count"] = self.counts.data.ptr
         self._args["done"] = self.counts.data.ptr + 4
@@ -115,7 +116,7 @@ class FetchWorkspace:
             total += request.n
         staging.begin(needed, in_place=True)
         form = launch.VECTORS if requests[0].versions is None else launch.TIER
-        plan = self._plan(form, tuple([request.table for request in requests]))
+        plan = self._plan(form, total, tuple([request.table for request in requests]))
         blocks, run = self._fill(requests, code, plan)
         self._args["misses"] = self._misses.reserve(total)
         windows = windows_of(plan.host_bytes, total)
@@ -159,12 +160,13 @@ class FetchWorkspace:
         self._args["parts"] = len(requests)
         return blocks, plan.kernels(unit_of(addresses))
 
-    def _plan(self, form: int, tables: tuple[GpuTable, ...]) -> _Plan:
-        """Return the launch plan for ``tables``; cached, since a model's requests repeat."""
-        key = form, tables
-        plan = self._plans.get(key)
+    def _plan(self, form: int, keys: int, tables: tuple[GpuTable, ...]) -> _Plan:
+        """Return the launch plan for ``keys`` of ``tables``; cached, since a model's requests repeat."""
+        many = keys >= MANY_KEYS
+        plan = self._plans.get((form, many, tables))
         if plan is None:
-            plan = memoize(self._plans, key, _Plan(form, tables), _PLANS_KEPT)
+            key = form, many, tables
+            plan = memoize(self._plans, key, _Plan(form, keys, tables), _PLANS_KEPT)
         return plan
 
 
@@ -176,15 +178,15 @@ class FetchKernels:
         self,
         tile: int,
         unit: int,
-        moves: int,
+        units: int,
         form: int,
         *,
         stamp: bool,
         defines: tuple[str, ...] = (),
     ) -> None:
-        self._whole = fetch_name(tile, unit, moves, form, stamp=stamp, sweep=False)
-        self._first = fetch_name(tile, unit, moves, form, stamp=stamp, sweep=True)
-        self._other = sweep_name(tile, unit, moves)
+        self._whole = fetch_name(tile, unit, units, form, stamp=stamp, sweep=False)
+        self._first = fetch_name(tile, unit, units, form, stamp=stamp, sweep=True)
+        self._other = sweep_name(tile, unit, units)
         self._defines = defines
         self._one: CudaKernel | None = None
 
@@ -212,11 +214,11 @@ class FetchKernels:
 class _Plan:
     """The fixed part of launches over some tables. ``row_bytes``: their sizes combined by bitwise or."""
 
-    def __init__(self, form: int, tables: Sequence[GpuTable]) -> None:
+    def __init__(self, form: int, keys: int, tables: Sequence[GpuTable]) -> None:
         self._form = form
         sizes = {table.table.row_bytes for table in tables}
         self.row_bytes = reduce(or_, sizes)
-        self.tile = tile_of(max(sizes), 0)
+        self.tile = tile_of(max(sizes), keys)
         self._size = max(sizes) if len(sizes) == 1 else 0
         self._stamp = any(table.stamping for table in tables)
         self._kernels: dict[int, FetchKernels] = {}
@@ -225,8 +227,8 @@ class _Plan:
     def kernels(self, unit: int) -> FetchKernels:
         kernels = self._kernels.get(unit)
         if kernels is None:
-            moves = moves_of(self._size, self.tile, unit) if self._size else 0
-            kernels = FetchKernels(self.tile, unit, moves, self._form, stamp=self._stamp)
+            units = units_of(self._size, unit)
+            kernels = FetchKernels(self.tile, unit, units, self._form, stamp=self._stamp)
             self._kernels[unit] = kernels
         return kernels
 
@@ -295,12 +297,12 @@ class DirectFetch:
         self, table: GpuTable, variant: FetchVariant, tile: int, unit: int
     ) -> FetchKernels:
         form, defines = variant.form, variant.defines
-        moves = 0 if form == launch.NUMBERS else moves_of(table.table.row_bytes, tile, unit)
+        units = 0 if form == launch.NUMBERS else units_of(table.table.row_bytes, unit)
         stamp = variant.stamp and bool(table.stamping)
-        key = tile, unit, moves, form, stamp, defines
+        key = tile, unit, units, form, stamp, defines
         kernels = self._kernels.get(key)
         if kernels is None:
-            kernels = FetchKernels(tile, unit, moves, form, stamp=stamp, defines=defines)
+            kernels = FetchKernels(tile, unit, units, form, stamp=stamp, defines=defines)
             self._kernels[key] = kernels
         return kernels
 

@@ -130,64 +130,43 @@ struct Found {
   int lane;
 };
 
-// A half bucket: each of the tile's first four threads holds one slot, or each thread of a tile of
-// two holds two.
+// The slot of a half bucket that this thread of the tile reads.
 template <int T>
-struct Half {
-  static constexpr int EACH = T < HALF ? HALF / T : 1;
-  Slot slot[EACH];
-};
-
-template <int T, bool KEEP>
-__device__ __forceinline__ Half<T> load_half(char* lines, u32 half, const Tile<T>& tile,
-                                             u64 policy) {
-  Half<T> loaded;
-#pragma unroll
-  for (int k = 0; k < Half<T>::EACH; k++) {
-    const char* at = slot_at(lines, half, (tile.rank & (HALF - 1)) + k * T);
-    loaded.slot[k] = KEEP ? load_slot_kept(at, policy) : load_slot(at);
-  }
-  return loaded;
+__device__ __forceinline__ Slot load_half(char* lines, u32 half, const Tile<T>& tile) {
+  return load_slot(slot_at(lines, half, tile.rank & (HALF - 1)));
 }
 
 // Sets `found` if this thread has read the slot of `key`.
 template <int T>
-__device__ __forceinline__ void pick(Found& found, const Half<T>& loaded, char* lines, u32 half,
-                                     u64 key, const Tile<T>& tile) {
-#pragma unroll
-  for (int k = 0; k < Half<T>::EACH; k++)
-    if (loaded.slot[k].key == key && !(loaded.slot[k].word & EMPTY)) {
-      found.slot = loaded.slot[k];
-      found.place = slot_at(lines, half, (tile.rank & (HALF - 1)) + k * T);
-    }
+__device__ __forceinline__ void pick(Found& found, const Slot& slot, char* lines, u32 half, u64 key,
+                                     const Tile<T>& tile) {
+  if (slot.key == key && !(slot.word & EMPTY)) {
+    found.slot = slot;
+    found.place = slot_at(lines, half, tile.rank & (HALF - 1));
+  }
 }
 
 // Finds a key whose home half is already loaded. Loading the other three halves at once takes the
-// least time. SINGLY: one after the other, which reads the fewest bytes; wide tiles, which
-// bandwidth limits sooner, always load the home bucket's other half separately.
-template <int T, bool KEEP, bool SINGLY = false>
+// least time; wide tiles, which bandwidth limits sooner, load the home bucket's other half
+// separately.
+template <int T>
 __device__ __forceinline__ Found look(char* lines, u32 buckets, u64 key, u64 hash, u32 home,
-                                      const Half<T>& loaded, const Tile<T>& tile, u64 policy) {
+                                      const Slot& loaded, const Tile<T>& tile) {
   Found found = {{0, EMPTY, 0}, lines, -1};
   pick(found, loaded, lines, home, key, tile);
   found.lane = holder(found.slot, key, tile);
   if (found.lane >= 0) return found;
   const u32 second = second_half(hash, buckets, home);
-  const Half<T> a = load_half<T, KEEP>(lines, home ^ 1, tile, policy);
-  if (SINGLY || T > HALF) {
+  const Slot a = load_half(lines, home ^ 1, tile);
+  if (T > HALF) {
     pick(found, a, lines, home ^ 1, key, tile);
     found.lane = holder(found.slot, key, tile);
     if (found.lane >= 0) return found;
   }
-  const Half<T> b = load_half<T, KEEP>(lines, second, tile, policy);
-  if (SINGLY) {
-    pick(found, b, lines, second, key, tile);
-    found.lane = holder(found.slot, key, tile);
-    if (found.lane >= 0) return found;
-  }
-  const Half<T> c = load_half<T, KEEP>(lines, second + 1, tile, policy);
-  if (!SINGLY && T <= HALF) pick(found, a, lines, home ^ 1, key, tile);
-  if (!SINGLY) pick(found, b, lines, second, key, tile);
+  const Slot b = load_half(lines, second, tile);
+  const Slot c = load_half(lines, second + 1, tile);
+  if (T <= HALF) pick(found, a, lines, home ^ 1, key, tile);
+  pick(found, b, lines, second, key, tile);
   pick(found, c, lines, second + 1, key, tile);
   found.lane = holder(found.slot, key, tile);
   return found;

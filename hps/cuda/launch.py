@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from hps.cuda import layout
-from hps.cuda.layout import SECTOR
 from hps.cuda.loader import BLOCK
 
 PARTS = 32
@@ -136,7 +135,7 @@ several tables."""
 
 WRITE_TILE = 4
 MANY_KEYS = 1 << 17
-"""So many keys fill the device also with two threads each."""
+"""So many keys fill the device also with one or two threads each."""
 
 
 def unit_of(sizes: int) -> int:
@@ -147,28 +146,28 @@ def unit_of(sizes: int) -> int:
 
 
 def tile_of(row_bytes: int, keys: int) -> int:
-    """Return the threads per key, as measured to be fastest; see README.md."""
-    if row_bytes <= 32 and keys >= MANY_KEYS:
-        return 2
-    return 4 if row_bytes <= 256 else 8
+    """Return the threads per key, as measured to be fastest; see README.md.
+
+    A warp fetches 32 keys together, or 16 or 8, so that a small batch has enough warps."""
+    if keys < MANY_KEYS or row_bytes > 128:
+        return 4
+    return 1 if row_bytes <= 32 else 2
 
 
-def moves_of(row_bytes: int, tile: int, unit: int) -> int:
-    """Return the moves of ``unit`` bytes that each thread of a tile makes for a row.
-
-    0 if threads make different numbers of moves, or too many for registers."""
-    moves, rest = divmod(row_bytes, tile * unit)
-    fits = rest == 0 and moves in (1, 2, 4) and unit == 16 and row_bytes % SECTOR == 0
-    return moves if fits else 0
+def units_of(row_bytes: int, unit: int) -> int:
+    """Return the units of 16 bytes of a row that kernels copy without a loop; 0 if they need one."""
+    units, rest = divmod(row_bytes, 16)
+    fits = rest == 0 and units in (2, 4, 8, 16, 32) and unit == 16
+    return units if fits else 0
 
 
-def fetch_name(tile: int, unit: int, moves: int, form: int, *, stamp: bool, sweep: bool) -> str:
+def fetch_name(tile: int, unit: int, units: int, form: int, *, stamp: bool, sweep: bool) -> str:
     flags = ", ".join("true" if flag else "false" for flag in (stamp, sweep))
-    return f"fetch_kernel<{tile}, {unit}, {moves}, {form}, {flags}>"
+    return f"fetch_kernel<{tile}, {unit}, {units}, {form}, {flags}>"
 
 
-def sweep_name(tile: int, unit: int, moves: int) -> str:
-    return f"sweep_kernel<{tile}, {unit}, {moves}>"
+def sweep_name(tile: int, unit: int, units: int) -> str:
+    return f"sweep_kernel<{tile}, {unit}, {units}>"
 
 
 def write_name(unit: int, *, update: bool, scored: bool) -> str:

@@ -111,13 +111,13 @@ __device__ __forceinline__ u32 sum_bag(const PoolPart& p, i64 begin, i64 end, u3
   u32 missing = 0;
   u64 key = p.keys[begin], hash = mix(key);
   u32 home = home_half(hash, p.buckets);
-  Half<T> half = load_half<T, false>(p.lines, home, tile, 0);
+  Slot half = load_half(p.lines, home, tile);
   for (i64 k = begin; k < end; k++) {
-    const Found found = look<T, false>(p.lines, p.buckets, key, hash, home, half, tile, 0);
+    const Found found = look(p.lines, p.buckets, key, hash, home, half, tile);
     if (k + 1 < end) {  // loads the next key's slots in parallel to this key's row
       key = p.keys[k + 1], hash = mix(key);
       home = home_half(hash, p.buckets);
-      half = load_half<T, false>(p.lines, home, tile, 0);
+      half = load_half(p.lines, home, tile);
     }
     const u32 word =
         found.lane < 0 ? TOMBSTONE : __shfl_sync(tile.mask, found.slot.word, found.lane);

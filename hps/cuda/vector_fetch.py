@@ -17,9 +17,9 @@ from hps.cuda.launch import (
     PARTS,
     PLACE_ARGS,
     blocks_of,
-    moves_of,
     tile_of,
     unit_of,
+    units_of,
     windows_of,
 )
 from hps.cuda.loader import BLOCK, CudaKernel, KernelStruct, cupy, kernel
@@ -195,7 +195,7 @@ class _Chunk:
         self._kernels = FetchKernels(
             tile,
             unit,
-            moves_of(widths[0], tile, unit) if alike else 0,
+            units_of(widths[0], unit) if alike else 0,
             launch.VECTORS,
             stamp=any(table.stamping for table in held),
         )

@@ -10,21 +10,18 @@ from hps.cuda import launch, loader
 EXPRESSIONS = {
     "fetch.cu": [
         name
-        for tile, unit, moves in [
-            (2, 16, 1),
-            (4, 16, 0),
-            (8, 16, 0),
-            (4, 16, 2),
-            (4, 16, 4),
-            (8, 16, 4),
-            (8, 4, 0),
-            (4, 2, 0),
+        for tile, unit, units in [
+            *((1, 16, units) for units in (0, 2, 8, 32)),
+            *((2, 16, units) for units in (4, 16)),
+            *((4, 16, units) for units in (0, 8, 16, 32)),
+            (4, 4, 0),
+            (1, 2, 0),
         ]
         for form in (launch.ROWS, launch.TIER, launch.NUMBERS, launch.VECTORS)
         for stamp, sweep in [(True, form != launch.NUMBERS), (False, False)]
         for name in (
-            launch.fetch_name(tile, unit, moves, form, stamp=stamp, sweep=sweep),
-            launch.sweep_name(tile, unit, moves),
+            launch.fetch_name(tile, unit, units, form, stamp=stamp, sweep=sweep),
+            launch.sweep_name(tile, unit, units),
         )
     ],
     "write.cu": [

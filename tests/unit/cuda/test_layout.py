@@ -158,15 +158,8 @@ def test_blocks_cover_all_keys():
 
 
 @pytest.mark.parametrize(
-    ("row_bytes", "tile", "unit", "moves"),
-    [
-        (128, 8, 16, 1),
-        (512, 8, 16, 4),
-        (256, 4, 16, 4),
-        (48, 4, 16, 0),
-        (128, 8, 4, 0),
-        (32, 4, 16, 0),
-    ],
+    ("row_bytes", "unit", "units"),
+    [(32, 16, 2), (128, 16, 8), (512, 16, 32), (48, 16, 0), (128, 4, 0), (1024, 16, 0)],
 )
-def test_moves_per_thread_are_fixed_or_zero_for_a_loop(row_bytes, tile, unit, moves):
-    assert launch.moves_of(row_bytes, tile, unit) == moves
+def test_common_row_sizes_are_copied_without_a_loop(row_bytes, unit, units):
+    assert launch.units_of(row_bytes, unit) == units
