@@ -51,6 +51,8 @@ BATCHES = {1: (25_000, 0.30), 64: (12_000, 0.45), 1024: (4_000, 0.70)}
 """Batch -> requests/s at a p99 of at most 5 ms, and one caller's p50 over REST in ms."""
 CALLERS = (1, 8, 32, 64)
 LOOKUP_BATCH, LOOKUPS, OF_LOOPBACK = 64, 20_000, 0.8
+ANSWER_HEAD = 400
+"""Bytes of an answer's HTTP head and JSON, about."""
 RAY = 1_573
 """Requests/s of Ray Serve 2.55 with its optimizations on one L4 (anyscale.com/blog,
 "ray-serve-inference-lower-latency-higher-throughput-haproxy")."""
@@ -227,6 +229,21 @@ def measure_lookups(bench: Bench, target: Target, scene: Scene) -> None:
     bench.report.tables[f"lookups of 26 × {LOOKUP_BATCH} keys, {target.title}"] = rows
 
 
+def measure_bare_exchange(bench: Bench, scene: Scene) -> None:
+    """The requests' bytes answered by a peer that does nothing else: the floor of latency and tail, and the
+    ceiling of the load generator."""
+    rows = []
+    for batch in bench.extent.batches:
+        template = scene.template("rest", batch)
+        size = ANSWER_HEAD + 4 * batch
+        bare = replace(template, protocol="raw", answer_bytes=size)
+        with sink(len(template.message), size, bench.cores.workers) as address:
+            for callers in bench.extent.callers:
+                load = bench.load(address, bare, callers)
+                rows.append({"batch": batch, "callers": callers, **Measured(load, 0.0, 0.0).row()})
+    bench.report.tables["bare exchange of the predictions' bytes"] = rows
+
+
 def measure_loopback(
     bench: Bench, template: Template, like: LoadSummary, callers: int
 ) -> LoadSummary:
@@ -304,6 +321,7 @@ def run(options: Options) -> Report:
     cpu: Cells = {}
     with tempfile.TemporaryDirectory() as folder:
         scene = write_scene(Path(folder))
+        measure_bare_exchange(bench, scene)
         if has_gpu and "gpu" in parts:
             with _server(bench, scene, gpu=True) as target:
                 gpu = measure_predictions(bench, target, scene)

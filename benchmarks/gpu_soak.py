@@ -26,7 +26,7 @@ from benchmarks.gpu_soak_server import ServerSoak, soak_server
 BARS = (
     Bar("wrong", "wrong rows and answers", at_most=0.0),
     Bar("cache_keys", "10^10 keys checked in the cache", at_least=1.0),
-    Bar("server_keys", "10^9 keys checked through the server", at_least=1.0),
+    Bar("server_keys", "10^10 keys checked through the server", at_least=1.0),
     Bar("stale", "keys without their last row in the end", at_most=0.0),
     Bar("killed", "workers killed", at_least=3.0),
     Bar("device_mib", "growth of the device's memory, MiB", at_most=16.0),

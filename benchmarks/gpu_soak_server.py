@@ -202,7 +202,7 @@ def _record(
         "device MiB": watcher.device[:: max(1, len(watcher.device) // 20)],
         "node MiB": watcher.node[:: max(1, len(watcher.node) // 20)],
     }
-    report.values |= {"server_keys": keys / 1e9, "stale": float(stale)}
+    report.values |= {"server_keys": keys / 1e10, "stale": float(stale)}
     report.values["killed"] = float(watcher.killed)
     report.values["node_mib"] = growth(watcher.node)
     if plan.gpu and watcher.device:
