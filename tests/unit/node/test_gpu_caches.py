@@ -12,7 +12,7 @@ import hps
 from hps.array_inputs import jagged_keys
 from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec, TensorSpec
 from hps.cuda import cuda_graph as recording
-from hps.cuda.layout import EvictionPolicy
+from hps.cuda.layout import ROOMY_LOAD, EvictionPolicy
 from hps.cuda.loader import cupy
 from hps.dense.lanes import NetworkLane
 from hps.dense.onnx import OnnxModel
@@ -755,6 +755,26 @@ def test_static_table_with_update_streams_raises_config_error(open_node):
     kafka = {"kafka": {"brokers": "127.0.0.1:1"}}
     with pytest.raises(ConfigError, match=r"m/1/users is static .* gpu_static: false"):
         open_node(tables={"users": {"gpu_static": True}}, updates=kafka)
+
+
+# -- capacity --------------------------------------------------------------------------------------
+
+AMPLE = [{"share": 1.0}, {"capacity_bytes": 1 << 30}]
+
+
+@pytest.mark.parametrize("gpu", AMPLE, ids=["share", "bytes"])
+def test_tables_that_fit_get_a_slot_for_every_row(open_node, gpu):
+    node, (cache,) = open_node(gpu=gpu, tables={"items": {"gpu_share": 0.5}})
+    places = [cache.places[table_of(node, name)] for name in ("users", "items")]
+    assert [place["load"] for place in places] == [ROOMY_LOAD, 1.0]
+    assert [place["rows"] for place in places] == [HELD, HELD // 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gpu", AMPLE, ids=["share", "bytes"])
+def test_ample_gpu_holds_every_row(open_node, gpu):
+    node, _ = open_node(gpus=None, gpu={"use": "required", **gpu})
+    assert [node.tiers[1].tier.rows(table_of(node, t.name)) for t in TABLES] == [HELD, HELD]
 
 
 # -- closing ---------------------------------------------------------------------------------------
