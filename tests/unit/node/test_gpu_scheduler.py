@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +20,7 @@ from hps.observability import metric_names as m
 from hps.predict.scheduler.channel_socket import NODE_ENDED, connect
 from hps.predict.scheduler.host import SchedulerHost
 from hps.types import JaggedKeys, Source, version_now
+from tests.support.waiting import until
 from tests.unit.node.test_gpu_caches import (  # noqa: F401 # fixtures
     DENSE,
     FEATURES,
@@ -157,6 +159,7 @@ def test_ended_client_leaves_no_open_file_behind(attached):
 
 _CLIENT = """
 import sys
+import threading
 import numpy as np
 from hps.predict.scheduler.channel_socket import connect
 
@@ -236,3 +239,59 @@ def test_lanes_of_a_model_without_memory_for_all_of_them_are_freed(
     assert not hosts[0]._lanes
     assert node.predict("m", *request_of(np.arange(200), 2)).outputs
     assert not node.metrics.numbers()[m.SCHEDULER_REQUESTS]
+
+
+def test_process_predicts_on_the_gpu_of_the_node_that_took_the_former_ones_place(
+    attached,
+    open_node,  # noqa: F811
+    tmp_path,
+):
+    node, process, plain, _ = attached
+    asked = request_of(np.arange(200), 3)
+    node.close()
+    with pytest.raises(Unavailable):
+        process.predict("m", *asked)
+    shared = {"shared": {"name": "test", "folder": str(tmp_path)}, "share": 1.0}
+    _, (cache,) = open_node(
+        gpu={"share": 0.5}, cpu=shared, server={"runtime": str(tmp_path / "run")}
+    )
+
+    def predicts():
+        try:
+            return process.predict("m", *asked)
+        except Unavailable:
+            return None
+
+    until(predicts)
+    pooled = cache.pooled
+    same(process.predict("m", *asked), plain.predict("m", *asked))
+    assert cache.pooled > pooled
+
+
+@pytest.mark.parametrize("keys", [np.arange(200), np.arange(HELD + 100)])
+def test_close_of_the_node_answers_every_request_in_flight(attached, keys):
+    node, process, _, _ = attached
+    answers, stop = [], threading.Event()
+
+    def ask(models, batch):
+        asked = request_of(keys, batch)
+        while not stop.is_set():
+            try:
+                answers.append(models.predict("m", *asked))
+            except (Unavailable, RuntimeError) as error:  # closed threads
+                answers.append(error)
+                return
+
+    threads = [
+        threading.Thread(target=ask, args=[models, batch])
+        for models in (node, process)
+        for batch in (1, 40, 3000)
+    ]
+    for each in threads:
+        each.start()
+    until(lambda: len(answers) > 30)
+    node.close()
+    stop.set()
+    for each in threads:
+        each.join(20)
+        assert not each.is_alive()
