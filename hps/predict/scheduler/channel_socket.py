@@ -100,7 +100,9 @@ def connect(path: Path | str) -> SchedulerClient:
     files: list[int] = []
     try:
         connection.connect(str(path))
-        hello, files, _, _ = socket.recv_fds(connection, len(_HELLO), 3, socket.MSG_CMSG_CLOEXEC)
+        hello, files, _, _ = socket.recv_fds(connection, len(_HELLO), 3)
+        for each in files:
+            os.set_inheritable(each, False)
         if hello != _HELLO or len(files) != 3:
             raise Unavailable("it answers in another version's way" if hello else "it is stopping")
     except (OSError, Unavailable) as error:

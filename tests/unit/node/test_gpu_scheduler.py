@@ -295,3 +295,12 @@ def test_close_of_the_node_answers_every_request_in_flight(attached, keys):
     for each in threads:
         each.join(20)
         assert not each.is_alive()
+
+
+def test_arrays_with_strides_are_predicted(attached):
+    node, process, plain, _ = attached
+    features, dense = request_of(np.arange(200), 6)
+    strided = {name: np.repeat(a, 2, axis=0)[::2] for name, a in dense.items()}
+    keys = {name: np.repeat(a, 2, axis=0)[::2] for name, a in features.items()}
+    for models in (node, process):
+        same(models.predict("m", keys, strided), plain.predict("m", features, dense))
