@@ -190,8 +190,8 @@ class HttpProtocol(HttpParsing):
 
     def end_keep_alive(self) -> None:
         """Make the next answer the connection's last. A request that is arriving is not dropped."""
-        self._hand_over()
         super().end_keep_alive()
+        self._hand_over()
 
     def connection_lost(self, exc: Exception | None) -> None:
         arriving, self._arriving = self._arriving, None

@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
+from contextlib import ExitStack
+from http.client import HTTPResponse
 
+import numpy as np
 import pytest
+import uvloop
 
+from hps.config.server_settings import Listener, TlsSettings
 from hps.errors import Unauthenticated
+from services.frontend.certificates import server_context
+from services.frontend.http.protocol import connection
 from services.frontend.http.protocol.connection import HttpProtocol
+from services.frontend.http.server import HttpPortOptions, HttpServer, listen
+from tests.support.server_thread import Running
 
 pytestmark = pytest.mark.private_interface("http", "no head is known")
 
 KEYS = [1 + n % 9 for n in range(2000)]
 HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def collected_s(monkeypatch):
+    """``collected_s(seconds)``: the time of collection from then on; longer than any test by default."""
+
+    def collected_s(seconds):
+        monkeypatch.setattr(connection, "_COLLECTED_S", seconds)
+
+    collected_s(3600)
+    return collected_s
 
 
 @pytest.fixture
@@ -162,8 +184,9 @@ def test_bytes_received_are_reserved(small, http, known, parsed):
     http.run(scenario)
 
 
-def test_body_that_stalls_times_out(small, http, known):
+def test_body_that_stalls_times_out(small, http, known, collected_s):
     async def scenario():
+        collected_s(0.01)
         protocol, wire = await known(small.app(request_timeout_ms=50))
         await http.read(protocol, http.binary(KEYS)[:9000])
         await http.until(lambda: wire.statuses)
@@ -174,22 +197,23 @@ def test_body_that_stalls_times_out(small, http, known):
     http.run(scenario)
 
 
-def test_slow_body_is_passed_to_the_parser_and_answered(small, http, known, parsed):
+def test_slow_body_is_passed_to_the_parser_and_answered(small, http, known, parsed, collected_s):
     async def scenario():
+        collected_s(0.05)
         protocol, wire = await known()
         whole = http.binary(KEYS)
-        await http.read(protocol, whole)  # no later timer counts it
         await http.read(protocol, whole[:9000])
         await http.until(lambda: parsed)
         assert parsed == [whole[:9000]]
-        assert held(small) > 0
+        await http.until(lambda: held(small) > 0)
         await http.read(protocol, whole[9000:])
-        await http.until(lambda: len(wire.statuses) == 2)
-        assert http.vectors(wire) == [KEYS, KEYS]
+        await http.until(lambda: wire.statuses)
+        assert http.vectors(wire) == [KEYS]
         parsed.clear()
+        collected_s(3600)
         await http.read(protocol, whole[:9000])  # the connection's next request is collected again
         await http.read(protocol, whole[9000:])
-        assert wire.statuses == [200] * 3
+        assert wire.statuses == [200, 200]
         assert not parsed
 
     http.run(scenario)
@@ -295,3 +319,47 @@ def test_role_is_checked_before_the_body_arrives(small, http, known, parsed):
         assert parsed
 
     http.run(scenario)
+
+
+@pytest.fixture
+def serve(data):
+    """``serve(tls)``: the port of a running server of the small node, on uvloop."""
+    with ExitStack() as stack:
+
+        def serve(tls):
+            listening = listen("127.0.0.1", 0, "server.http")
+            port = listening.getsockname()[1]
+            server = HttpServer(data, listening, HttpPortOptions(60, tls))
+            running = Running(server, uvloop.new_event_loop())
+            stack.callback(running.join)
+            stack.callback(running.stop, force=True)
+            return port
+
+        yield serve
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["plain", "TLS"])
+def test_large_requests_over_a_socket_are_parsed_once(serve, http, parsed, tls, secured):
+    """Each is larger than one read of the event loop."""
+    context = server_context(Listener(port=0, tls=TlsSettings(**tls)), "x") if secured else None
+    sock = socket.create_connection(("127.0.0.1", serve(context)), timeout=60)
+    if secured:
+        client = ssl.create_default_context(cafile=tls["client_ca_file"])
+        client.load_cert_chain(tls["certificate_file"], tls["key_file"])
+        sock = client.wrap_socket(sock, server_hostname="localhost")
+    keys = KEYS * 20
+    with sock:
+        for seed in range(4):
+            keys = keys[seed:] + keys[:seed]
+            whole = http.binary(keys)
+            assert len(whole) > 300_000
+            sock.sendall(whole)
+            answer = HTTPResponse(sock)
+            answer.begin()
+            assert answer.status == 200
+            body = answer.read()[int(answer.headers["inference-header-content-length"]) :]
+            assert np.frombuffer(body, np.float32)[::3].tolist() == keys
+            if seed == 0:
+                assert sum(map(len, parsed)) == len(whole)
+                parsed.clear()
+    assert not parsed
