@@ -36,6 +36,9 @@ class CacheSoak:
     base: int = make_version(time.time_ns() // 1_000_000)
     spoil: bool = False  # write wrong rows, to see that they are noticed
 
+    def __post_init__(self) -> None:
+        self.positions = np.arange(self.call)
+
     def run(self, limit_s: float) -> None:
         """Until ``target`` keys are checked. Raises what a thread raised."""
         for start in range(0, self.key_count, self.call):
@@ -86,8 +89,8 @@ class CacheSoak:
 
     def read_on(self, seed: int) -> None:
         xp, rng = self.xp, np.random.default_rng(seed + 1)
-        newest = xp.zeros(self.key_count, xp.uint64)
         with _stream(xp):
+            newest = xp.zeros(self.key_count, xp.uint64)
             while not self.stop.is_set():
                 first = int(rng.integers(self.key_count))
                 keys = (first + xp.arange(self.call) * 7919) % self.key_count
@@ -100,7 +103,7 @@ class CacheSoak:
         n, xp = len(keys), self.xp
         out = xp.empty((n, self.table.dim), self.table.dtype)
         versions, source = xp.zeros(n, xp.uint64), xp.zeros(n, xp.uint8)
-        part = Part(self.table, keys, out, versions, source, np.arange(n))
+        part = Part(self.table, keys, out, versions, source, self.positions)
         self.cache.fetch([part], FetchContext())
         return part
 
