@@ -26,10 +26,15 @@ from hps.cuda.launch import (
     units_of,
     windows_of,
 )
-from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
+from hps.cuda.loader import BLOCK, CudaKernel, KernelStruct, cupy, kernel
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.staging import IN_PLACE, Copy, StagingBuffer, staging_bytes
 from hps.cuda.table import GpuTable
+from hps.native import COMPILED
+
+if COMPILED:
+    from hps.native.launching import launch as launch_kernel
+    from hps.native.launching import wait_for_event
 
 # FETCH_PART, packed in one call: setting the fields one by one takes longer than the fetch.
 _PLANS_KEPT = 64
@@ -98,6 +103,7 @@ class FetchWorkspace:
         self._args["miss_count"] = self.counts.data.ptr
         self._args["done"] = self.counts.data.ptr + 4
         self._args["result"] = self.result_at
+        self._args_at = int(self._args.array.ctypes.data)
         self._later: Any = None
         cp.cuda.get_current_stream().synchronize()
 
@@ -122,8 +128,15 @@ class FetchWorkspace:
         windows = windows_of(plan.host_bytes, total)
         if windows > 1 and (self._later is None or len(self._later) < total):
             self._later = cupy().empty(1 << (total - 1).bit_length(), np.uint32)
-        readers.run(stream, lambda: run.launch(blocks, self._args, stream, windows, self._later))
-        stream.synchronize()
+        if COMPILED and windows == 1:
+            end = readers.end_of(stream).ptr
+            launch_kernel(run.one().address, blocks, BLOCK, self._args_at, stream.ptr, end)
+            wait_for_event(end)
+        else:
+            readers.run(
+                stream, lambda: run.launch(blocks, self._args, stream, windows, self._later)
+            )
+            stream.synchronize()
         missed = int(self.result[0])
         return np.sort(self._misses.read(missed, stream)) if missed else _NO_MISSES
 

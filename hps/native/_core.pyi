@@ -160,6 +160,11 @@ class KernelLaunch:
     def run(self, stream: int, end: int, block: int, keys: list[int]) -> None:
         """Launch on ``stream`` and record the event ``end``. Raises RuntimeError with the driver's error."""
 
+def launch(function: int, blocks: int, threads: int, arguments: int, stream: int, end: int) -> None:
+    """Launch a kernel with the struct at ``arguments`` and record the event ``end``, all integers.
+
+    Raises RuntimeError with the driver's error."""
+
 def order_after(stream: int, other: int, event: int) -> None:
     """Let ``stream`` wait for the work on ``other`` so far, by ``event``."""
 

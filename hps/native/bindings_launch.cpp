@@ -49,6 +49,13 @@ void py_run(const hps::KernelLaunch& launch, Address stream, Address end, Addres
   launch.run(pointer<void>(stream), pointer<void>(end), block, addresses);
 }
 
+// The GIL is held, as by py_run.
+void py_launch(Address function, std::uint32_t blocks, std::uint32_t threads, Address arguments,
+               Address stream, Address end) {
+  hps::KernelLaunch{pointer<void>(function), blocks, threads, pointer<void>(arguments), {}, {}, {}}
+      .run(pointer<void>(stream), pointer<void>(end), 0, nullptr);
+}
+
 void py_wait(Address event) {
   const WithoutGil released;
   hps::wait_for_event(pointer<void>(event));
@@ -67,5 +74,7 @@ void bind_launch(nb::module_& m) {
         hps::order_after(pointer<void>(stream), pointer<void>(other), pointer<void>(event));
       },
       nb::arg("stream"), nb::arg("other"), nb::arg("event"));
+  m.def("launch", &py_launch, nb::arg("function"), nb::arg("blocks"), nb::arg("threads"),
+        nb::arg("arguments"), nb::arg("stream"), nb::arg("end"));
   m.def("wait_for_event", &py_wait, nb::arg("event"));
 }

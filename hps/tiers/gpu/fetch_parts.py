@@ -20,7 +20,7 @@ def fetch_arguments(part: Part, table: GpuTable, now: float) -> FetchArguments:
     ``now``: Unix seconds."""
     n = len(part.missing)
     positions = None if n == len(part.keys) else part.missing
-    oldest = oldest_tombstone(part.table, now)
+    oldest = 0 if part.versions is None else oldest_tombstone(part.table, now)
     return FetchArguments(
         table, part.keys, positions, part.out, part.versions, part.source, n, oldest
     )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hps.native.launching import KernelLaunch, order_after, wait_for_event
+from hps.native.launching import KernelLaunch, launch, order_after, wait_for_event
 
 
 def test_a_launch_writes_the_fields_that_change_and_reports_errors():
@@ -37,7 +37,12 @@ def test_a_launch_of_many_tables_takes_all_their_keys():
     assert fields.tolist() == list(range(100))
 
 
-def test_events_without_a_driver_are_errors():
-    for call in (lambda: order_after(0, 0, 0), lambda: wait_for_event(0)):
+def test_calls_without_a_driver_are_errors():
+    calls = (
+        lambda: order_after(0, 0, 0),
+        lambda: wait_for_event(0),
+        lambda: launch(0, 1, 32, 0, 0, 0),
+    )
+    for call in calls:
         with pytest.raises(RuntimeError, match=r"no CUDA driver|failed: CUDA_ERROR"):
             call()
