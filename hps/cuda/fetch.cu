@@ -373,3 +373,18 @@ __global__ void __launch_bounds__(BLOCK) sweep_kernel(const __grid_constant__ Fe
 #endif
   copy<32 / T, UNIT, UNITS>(p, row, at);
 }
+
+// Reports the number of misses of a fetch without `result`, launched behind it with one block, and
+// resets it to zero.
+struct CountArgs {
+  u32* miss_count;
+  u32* result;  // in host memory
+};
+
+static_assert(sizeof(CountArgs) == 16, "must equal launch.COUNT_ARGS");
+
+__global__ void __launch_bounds__(BLOCK) count_kernel(const __grid_constant__ CountArgs a) {
+  if (threadIdx.x) return;
+  *a.result = *a.miss_count;
+  *a.miss_count = 0;
+}

@@ -102,7 +102,9 @@ class FetchWorkspace:
         self._args = KernelStruct(FETCH_ARGS)
         self._args["miss_count"] = self.counts.data.ptr
         self._args["done"] = self.counts.data.ptr + 4
-        self._args["result"] = self.result_at
+        self._count, self._count_args = kernel("count_kernel"), KernelStruct(launch.COUNT_ARGS)
+        self._count_args["miss_count"] = self.counts.data.ptr
+        self._count_args["result"] = self.result_at
         self._args_at = int(self._args.array.ctypes.data)
         self._later: Any = None
         cp.cuda.get_current_stream().synchronize()
@@ -128,17 +130,36 @@ class FetchWorkspace:
         windows = windows_of(plan.host_bytes, total)
         if windows > 1 and (self._later is None or len(self._later) < total):
             self._later = cupy().empty(1 << (total - 1).bit_length(), np.uint32)
+        self._run(readers, stream, run, blocks, windows, total)
+        missed = int(self.result[0])
+        return np.sort(self._misses.read(missed, stream)) if missed else _NO_MISSES
+
+    def _run(
+        self,
+        readers: ReaderEvents,
+        stream: Any,
+        run: FetchKernels,
+        blocks: int,
+        windows: int,
+        total: int,
+    ) -> None:
+        """Launch the fetch of ``total`` keys, and wait for it and for the number of its misses."""
+        behind = total >= launch.COUNTED_BEHIND
+        self._args["result"] = 0 if behind else self.result_at
         if COMPILED and windows == 1:
             end = readers.end_of(stream).ptr
             launch_kernel(run.one().address, blocks, BLOCK, self._args_at, stream.ptr, end)
+            if behind:
+                count, args = self._count.address, self._count_args.array.ctypes.data
+                launch_kernel(count, 1, BLOCK, args, stream.ptr, end)
             wait_for_event(end)
         else:
             readers.run(
                 stream, lambda: run.launch(blocks, self._args, stream, windows, self._later)
             )
+            if behind:
+                self._count.launch(1, self._count_args, stream.ptr)
             stream.synchronize()
-        missed = int(self.result[0])
-        return np.sort(self._misses.read(missed, stream)) if missed else _NO_MISSES
 
     def _fill(
         self, requests: Sequence[FetchArguments], code: int, plan: _Plan

@@ -123,6 +123,10 @@ PLACE_ARGS = np.dtype(
     ],
     align=True,
 )
+COUNT_ARGS = np.dtype([("miss_count", np.uint64), ("result", np.uint64)])
+COUNTED_BEHIND = 1 << 16
+"""From so many keys on a launch behind the fetch reports its misses: counting the blocks that have ended
+delays each block until its slowest key is done."""
 UNANSWERED = 255
 """A source code for scatter: the key has neither row nor version."""
 

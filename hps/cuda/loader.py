@@ -24,6 +24,7 @@ DEVICES = Path("/dev")
 FILES = {
     "fetch_kernel": "fetch.cu",
     "sweep_kernel": "fetch.cu",
+    "count_kernel": "fetch.cu",
     "dedup_kernel": "write.cu",
     "write_kernel": "write.cu",
     "compact_kernel": "write.cu",

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from hps.cuda import launch
 from hps.cuda.fetch import PART, PARTS_AT, FetchKernels
 from hps.cuda.launch import (
+    COUNT_ARGS,
+    COUNTED_BEHIND,
     FETCH_ARGS,
     PARTS,
     PLACE_ARGS,
@@ -32,13 +34,11 @@ from hps.types import KeyArray
 
 if COMPILED:
     from hps.native.launching import KernelLaunch, wait_for_event
+    from hps.native.launching import launch as launch_kernel
 
 CHUNK_KEYS = 1 << 18
 """Keys on the host are copied to pinned memory in chunks of so many, while the device, which reads them
 there, fetches the chunk before."""
-_COUNT_BY_COPY = 1 << 16
-"""From so many keys on a copy brings the number of misses: counting the blocks that have ended delays
-each block until its slowest key is done."""
 
 CopyKeys = Callable[[list[KeyArray], NDArray[np.int64]], object]
 """Copies arrays of keys to one array, one after the other."""
@@ -162,10 +162,12 @@ class _Chunk:
         self._args = args = KernelStruct(FETCH_ARGS)
         args["misses"], args["miss_keys"] = self.positions_at, keys_at
         args["miss_count"] = self._counts.data.ptr
-        self._result_at = result_at
-        self._counted_by_copy = n >= _COUNT_BY_COPY
-        if not self._counted_by_copy:
+        self._count: CudaKernel | None = None
+        if n < COUNTED_BEHIND:
             args["result"], args["done"] = result_at, self._counts.data.ptr + 4
+            return
+        self._count, self._count_args = kernel("count_kernel"), KernelStruct(COUNT_ARGS)
+        self._count_args["miss_count"], self._count_args["result"] = args["miss_count"], result_at
 
     def _prepare_fetch(self, sizes: Sequence[int]) -> None:
         fetch, args, held = self._fetch, self._args, self._held
@@ -206,7 +208,7 @@ class _Chunk:
 
     def _native_launch(self) -> Any:
         """Return the launch for the compiled core; None if it is missing or does not suit."""
-        if not COMPILED or self._counted_by_copy or any(table.is_timed for table in self._held):
+        if not COMPILED or any(table.is_timed for table in self._held):
             return None
         outs, keys, now = (
             [address_of(field[i : i + 1]) for i in range(len(self._held))]
@@ -261,6 +263,9 @@ class _Chunk:
         if self._native is not None:
             end = readers.end_of(stream)
             self._native.run(stream.ptr, end.ptr, block, self._addresses)
+            if self._count is not None:
+                args = address_of(self._count_args.array)
+                launch_kernel(self._count.address, 1, BLOCK, args, stream.ptr, end.ptr)
             self._waits_for = end.ptr
         else:
             for (part, _, _), address in zip(self._device_parts, self._addresses, strict=True):
@@ -268,10 +273,8 @@ class _Chunk:
             self._now[:] = [table.now for table in self._held]
             np.add(self._offsets, np.uint64(block), out=self._outs)
             readers.run(stream, partial(self._run, stream))
-        if self._counted_by_copy:
-            runtime, counts = cupy().cuda.runtime, self._counts
-            runtime.memcpyAsync(self._result_at, counts.data.ptr, 4, 2, stream.ptr)
-            counts.data.memset_async(0, 4, stream)
+            if self._count is not None:
+                self._count.launch(1, self._count_args, stream.ptr)
         if len(self._fetch.chunks) > 1:
             self._end.record(stream)
 

@@ -23,7 +23,8 @@ EXPRESSIONS = {
             launch.fetch_name(tile, unit, units, form, stamp=stamp, sweep=sweep),
             launch.sweep_name(tile, unit, units),
         )
-    ],
+    ]
+    + ["count_kernel"],
     "write.cu": [
         *("dedup_kernel", "compact_kernel", "evict_kernel"),
         *(

@@ -96,13 +96,21 @@ class FetchTwin:
 
 
 class PlaceTwin:
-    """place_kernel in NumPy."""
+    """place_kernel, and count_kernel, in NumPy."""
 
     def __init__(self, name):
+        self.launch = self.count if name == "count_kernel" else self.place
+        if name == "count_kernel":
+            return
         assert name.startswith("place_kernel<")
         self.tile, self.unit = (int(x) for x in name[name.index("<") + 1 : -1].split(","))
 
-    def launch(self, blocks, args, stream):
+    def count(self, blocks, args, stream):
+        missed = at(args["miss_count"], 1, np.uint32)
+        at(args["result"], 1, np.uint32)[:] = missed
+        missed[:] = 0
+
+    def place(self, blocks, args, stream):
         args = args.array
         n, stride, parts = int(args["n"]), int(args["stride"]), args["part"][: int(args["parts"])]
         assert blocks == -(-n // (BLOCK // self.tile))
@@ -236,7 +244,7 @@ def test_rows_of_device_and_host_reach_their_places(
     """``large``: with several chunks, copies of counts, and slices of rows."""
     if large:
         monkeypatch.setattr(vector_fetch, "CHUNK_KEYS", 500)
-        monkeypatch.setattr(vector_fetch, "_COUNT_BY_COPY", 0)
+        monkeypatch.setattr(vector_fetch, "COUNTED_BEHIND", 0)
         monkeypatch.setattr(miss_fill, "SLICE_ROWS", 70)
     numbers = [SIZES[sizes](i) for i in range(COUNT)]
     there = [where == "device" or (where == "both" and i % 3 == 0) for i in range(COUNT)]
