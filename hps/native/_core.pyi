@@ -380,6 +380,9 @@ class ChannelClient:
     def receive(self, timeout_ms: int) -> list[tuple[int, int, NDArray[np.uint8], int, int, int]]:
         """Wait for answers: ticket, status, data, samples complete on the device, launch and end in ns."""
 
+    def sleep(self) -> bool:
+        """Announce that ``woken`` is watched until it is readable; False if an answer has arrived."""
+
     def interrupt(self) -> None:
         """End a `receive` that waits."""
 

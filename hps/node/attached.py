@@ -8,6 +8,7 @@ Used by servers' workers, by instances of other servers (Triton's Python backend
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -57,11 +58,22 @@ class Attached(SyncedModels):
     ``degraded``. Answers that are complete in the cache do not; ``updates.max_staleness_s`` bounds the
     age of their rows. ``models`` changes when the node's models do."""
 
-    __slots__ = ("_connections",)
+    __slots__ = ("_connections", "_scheduler")
 
-    def __init__(self, connections: NodeConnectionPool, sync: VersionSync, **options: Any) -> None:
+    def __init__(
+        self,
+        connections: NodeConnectionPool,
+        sync: VersionSync,
+        scheduler: NodeSchedulerClient,
+        **options: Any,
+    ) -> None:
         SyncedModels.__init__(self, sync, **options)
         self._connections = connections
+        self._scheduler = scheduler
+
+    def complete_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """See `OpenModels.complete_on`."""
+        self._scheduler.complete_on(loop)
 
     def ask_node(self, what: str, timeout_s: float = 5.0, **fields: Any) -> Any:
         """Send a query to the node's process; see `hps.tiers.node.NodeServer`.
@@ -155,6 +167,7 @@ class _AttachBuilder:
         attached = Attached(
             connections,
             sync,
+            self._scheduler,
             metrics=self._metrics,
             tiers=self._tiers,
             workers=self._serving.lookups,

@@ -128,6 +128,7 @@ class _NodeBuilder:
         node.control = ModelControl(parts, node, attached, later)
         self._resources.callback(node.control.close)
         node.checkpoints = stores.checkpoints
+        node.scheduler = self._devices.scheduler
         return node
 
     def _serving_context(self) -> ServingContext:

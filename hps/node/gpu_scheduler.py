@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -100,6 +101,10 @@ class NodeScheduler:
         )
         key = f"{model.version.name}/{model.version.version}"
         self._models[key] = {"number": number, "network": describe_network(network)}
+
+    def complete_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """See `SchedulerClient.complete_on`."""
+        self._client.complete_on(loop)
 
     def listen(self, folder: Path) -> None:
         """Open the socket for other processes in ``folder``, which is private to this user."""

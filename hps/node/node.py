@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -23,6 +24,7 @@ from hps.types import JaggedKeys, LookupRequest, LookupResult
 from hps.updates.cache_writer import CacheWriter
 
 if TYPE_CHECKING:
+    from hps.node.gpu_scheduler import NodeScheduler
     from hps.tiers.rocksdb import CheckpointFolder
 
 __all__ = ["ModelController", "Node", "ServedModel"]
@@ -65,7 +67,14 @@ class Node(OpenModels):
     control: ModelController | None = None
     checkpoints: CheckpointFolder | None = None
     """Checkpoints of its RocksDB; None if `tiers.rocksdb.checkpoints` is not set."""
+    scheduler: NodeScheduler | None = None
+    """Common batches on its GPUs; None if no model has its rows and network there."""
     _turn: Iterator[int] = field(default_factory=count)
+
+    def complete_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """See `OpenModels.complete_on`."""
+        if self.scheduler is not None:
+            self.scheduler.complete_on(loop)
 
     def lookup_on_device(
         self,

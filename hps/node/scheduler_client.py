@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -63,6 +64,7 @@ class NodeSchedulerClient:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._client: SchedulerClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         resources.callback(self._close)
 
     def find(self, model: str, version: int) -> NodeModel | None:
@@ -80,9 +82,18 @@ class NodeSchedulerClient:
         with self._lock:
             if self._client is None or self._client.has_failed:
                 self._client = connect(described["path"])
+                if self._loop is not None:
+                    self._loop.call_soon_threadsafe(self._client.complete_on, self._loop)
             client = self._client
         log.info("model %s: predictions of version %d run on the node's GPU", model, version)
         return NodeModel(client, found["number"], RemoteNetwork(found["network"]), self._metrics)
+
+    def complete_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """See `SchedulerClient.complete_on`."""
+        with self._lock:
+            self._loop = loop
+            if self._client is not None:
+                self._client.complete_on(loop)
 
     def _close(self) -> None:
         if self._client is not None:

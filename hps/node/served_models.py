@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Mapping
@@ -94,6 +95,11 @@ class OpenModels:
         if table not in tables:
             raise NotFound(f"model '{model}' has no table '{table}'{hint_for(table, tables)}")
         return tables[table]
+
+    def complete_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Complete predictions of a GPU's scheduler on the thread of ``loop``, this one.
+
+        Nothing on that thread may wait for a prediction."""
 
     def lookup(
         self,

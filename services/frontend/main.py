@@ -163,6 +163,7 @@ class FrontendServer(ServerProcess[OpenModels]):
     def _opened(self, node: OpenModels) -> None:
         super()._opened(node)
         self.state.loop = asyncio.get_running_loop()
+        node.complete_on(self.state.loop)
         if self._settings.role == "frontend":
             self._refresh_models()  # for changes since the first check
         for entry in self.state.entries.values():

@@ -135,20 +135,24 @@ void ChannelClient::submit(RequestSlot* slot) {
 
 void ChannelClient::receive(std::vector<RequestSlot*>& answered, int timeout_ms) {
   ChannelHeader& header = memory_.header();
-  std::uint32_t at = header.received.at.load(std::memory_order_relaxed);
-  if (header.completed.at.load(std::memory_order_acquire) == at && timeout_ms != 0) {
-    header.client_sleeps.store(1, std::memory_order_seq_cst);
-    if (header.completed.at.load(std::memory_order_seq_cst) == at) {
-      pollfd waited{woken_, POLLIN, 0};
-      poll(&waited, 1, timeout_ms);
-    }
-    header.client_sleeps.store(0, std::memory_order_relaxed);
-    std::uint64_t count;
-    if (read(woken_, &count, sizeof count) < 0) count = 0;  // not woken: nothing to clear
+  if (timeout_ms != 0 && sleep()) {
+    pollfd waited{woken_, POLLIN, 0};
+    poll(&waited, 1, timeout_ms);
   }
+  header.client_sleeps.store(0, std::memory_order_seq_cst);
+  std::uint64_t count;
+  if (read(woken_, &count, sizeof count) < 0) count = 0;  // nothing to clear
+  std::uint32_t at = header.received.at.load(std::memory_order_relaxed);
   const std::uint32_t end = header.completed.at.load(std::memory_order_acquire);
   for (; at != end; ++at) answered.push_back(&memory_.slot(header.completions[at % kRing]));
   header.received.at.store(at, std::memory_order_release);
+}
+
+bool ChannelClient::sleep() {
+  ChannelHeader& header = memory_.header();
+  header.client_sleeps.store(1, std::memory_order_seq_cst);
+  return header.completed.at.load(std::memory_order_seq_cst) ==
+         header.received.at.load(std::memory_order_relaxed);
 }
 
 void ChannelClient::interrupt() { notify(woken_); }

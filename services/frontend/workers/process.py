@@ -129,6 +129,7 @@ class WorkerProcess(ServerProcess[OpenModels]):
     def _opened(self, node: OpenModels) -> None:
         assert self._attached is not None
         self.state.loop = asyncio.get_running_loop()
+        self._attached.complete_on(self.state.loop)
         self._attached.watch(self.state.refresh_models)
         super()._opened(node)
 

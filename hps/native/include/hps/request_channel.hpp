@@ -93,6 +93,8 @@ class ChannelClient {
   // Appends the slots that were answered since the last call; waits up to `timeout_ms` for one.
   // One thread at a time.
   void receive(std::vector<RequestSlot*>& answered, int timeout_ms);
+  // Announces that this side sleeps until its eventfd is readable; false if an answer has arrived.
+  bool sleep();
   // Ends a `receive` that waits.
   void interrupt();
 

@@ -29,8 +29,12 @@ class PendingInference:
 
     def _done(self, outcome: Future[Any]) -> None:
         """Resume on the event loop. Called on any thread."""
+        loop = self._protocol.loop
+        if is_running_on(loop):
+            loop.call_soon(self._resume, outcome)
+            return
         with suppress(RuntimeError):  # the loop has ended
-            self._protocol.loop.call_soon_threadsafe(self._resume, outcome)
+            loop.call_soon_threadsafe(self._resume, outcome)
 
     def cancel(self, msg: object = None) -> None:
         """Fail the request, as the drain is over. A task's signature."""
@@ -50,3 +54,11 @@ class PendingInference:
             protocol.run(self._cycle, http)
         else:
             self._cycle.finish(reply)
+
+
+def is_running_on(loop: asyncio.AbstractEventLoop) -> bool:
+    """True on the thread of ``loop``, where nothing must wake it."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
