@@ -324,7 +324,12 @@ class BatchScheduler:
     def take_incomplete(self, timeout_ms: int) -> tuple[int, int, int] | None:
         """Wait for a batch with missing rows: its lane, size class and samples."""
 
-    def finish_incomplete(self, lane: int, complete: bool, /) -> None: ...
+    def finish_incomplete(self, lane: int, unresolved: NDArray[np.uint8], /) -> None:
+        """End such a batch, whose outputs are in the lane's memory.
+
+        Requests with a sample whose ``unresolved (samples,)`` is not 0 go to `take_slow`; samples beyond the
+        array's end count as unresolved."""
+
     def take_slow(
         self, timeout_ms: int
     ) -> tuple[int, int, int, int, NDArray[np.uint8], NDArray[np.uint8]] | None:

@@ -322,7 +322,12 @@ void bind_scheduler(nb::module_& m) {
       .def("remove_channel", &hps::BatchScheduler::remove_channel)
       .def("counts", &py_counts)
       .def("take_incomplete", &py_take_incomplete, nb::arg("timeout_ms"))
-      .def("finish_incomplete", &hps::BatchScheduler::finish_incomplete)
+      .def("finish_incomplete",
+           [](hps::BatchScheduler& scheduler, std::uint32_t lane, Bytes unresolved) {
+             scheduler.finish_incomplete(
+                 lane, std::vector<std::uint8_t>(unresolved.data(),
+                                                 unresolved.data() + unresolved.shape(0)));
+           })
       .def("take_slow", &py_take_slow, nb::arg("timeout_ms"))
       .def("answer_slow",
            [](hps::BatchScheduler& scheduler, std::uint64_t number, std::uint32_t status,

@@ -290,11 +290,11 @@ bool BatchScheduler::take_incomplete(Incomplete& batch, int timeout_ms) {
   return incomplete_->take(batch, timeout_ms);
 }
 
-void BatchScheduler::finish_incomplete(std::uint32_t lane, bool complete) {
-  enqueue([this, lane, complete] {
+void BatchScheduler::finish_incomplete(std::uint32_t lane, std::vector<std::uint8_t> unresolved) {
+  enqueue([this, lane, unresolved = std::move(unresolved)] {
     if (lane >= lanes_.size() || lanes_[lane] == nullptr) return;
     Lane& ended = *lanes_[lane];
-    if (ended.state == Lane::State::kIncomplete) deliver(ended, complete, false);
+    if (ended.state == Lane::State::kIncomplete) deliver(ended, &unresolved);
   });
 }
 
@@ -626,7 +626,7 @@ void BatchScheduler::end_batch(Lane& lane) {
   for (const std::uint32_t* count : lane.size().missing_keys) missing += *count;
   if (missing == 0) {
     model.skip_next = kSkipFirst;
-    return deliver(lane, true, true);
+    return deliver(lane, nullptr);
   }
   model.skip = model.skip_next;
   model.skip_next = std::min(2 * model.skip_next, kSkipMost);
@@ -635,13 +635,13 @@ void BatchScheduler::end_batch(Lane& lane) {
   incomplete_->put({lane.number, lane.used, lane.samples});
 }
 
-// Copies the outputs of a batch to its requests, if it is complete; ends the requests of which it
-// was the last batch.
-void BatchScheduler::deliver(Lane& lane, bool complete, bool direct) {
+// Copies the outputs of a batch to its requests; ends those of which it was the last batch.
+// `unresolved`: see `finish_incomplete`; null if every row was on the device.
+void BatchScheduler::deliver(Lane& lane, const std::vector<std::uint8_t>* unresolved) {
   Model& model = *models_[lane.model];
   const std::vector<std::uint32_t>& widths = model.layout.output_widths;
   std::uint64_t before = 0;
-  for (std::size_t c = 0; complete && c < widths.size(); ++c) {
+  for (std::size_t c = 0; c < widths.size(); ++c) {
     const std::uint64_t width = widths[c];
     const std::uint8_t* from = lane.size().outputs[c];
     for (const Lane::Piece& piece : lane.pieces) {
@@ -652,11 +652,17 @@ void BatchScheduler::deliver(Lane& lane, bool complete, bool direct) {
     }
     before += width;
   }
+  std::uint64_t first = 0;  // the piece's first sample in the batch
   lane.state = Lane::State::kIdle;
   for (const Lane::Piece& piece : lane.pieces) {
     Request* const request = piece.request;
-    request->slow |= !complete;
-    if (direct) request->direct += piece.count;
+    if (unresolved == nullptr) {
+      request->direct += piece.count;
+    } else {
+      for (std::uint64_t i = first; i < first + piece.count; ++i)
+        request->slow |= i >= unresolved->size() || (*unresolved)[i] != 0;
+    }
+    first += piece.count;
     if (--request->in_flight != 0 || !request->all_started()) continue;
     if (request->slow && !request->failed()) {
       make_slow(request);

@@ -123,9 +123,9 @@ class BatchScheduler {
 
   // Waits up to `timeout_ms` for a batch with missing rows; false if none came, or after `stop`.
   bool take_incomplete(Incomplete& batch, int timeout_ms);
-  // Ends it: with `complete`, the outputs are in the lane's memory; else its requests go to
-  // `take_slow`.
-  void finish_incomplete(std::uint32_t lane, bool complete);
+  // Ends it: the outputs are in the lane's memory, except for the samples with `unresolved[i]` != 0:
+  // requests with one go to `take_slow`. All samples count as unresolved beyond the vector's end.
+  void finish_incomplete(std::uint32_t lane, std::vector<std::uint8_t> unresolved);
   // Likewise for a request that needs the slow path.
   bool take_slow(SlowRequest& request, int timeout_ms);
   // Ends it. `reply_bytes` are written in its outputs' space, if the status is kReplied or kFailed.
@@ -158,7 +158,7 @@ class BatchScheduler {
   bool run_step(Lane& lane, Step& step);
   bool end_batches();
   void end_batch(Lane& lane);
-  void deliver(Lane& lane, bool complete, bool direct);
+  void deliver(Lane& lane, const std::vector<std::uint8_t>* unresolved);
   void fail_batch(Lane& lane, const std::string& message);
   void end_request(Request* request, RequestStatus status, const std::string& message = {});
   void make_slow(Request* request);
