@@ -16,6 +16,7 @@ from hps.native.scheduler import BatchScheduler, ChannelClient, SizeClass, Step
 DONE, REPLIED, EXPIRED, FAILED, UNAVAILABLE = range(1, 6)
 CHANNEL_BYTES = 1 << 20
 FACTOR = 3
+RESOLVED, UNRESOLVED = np.zeros(4096, np.uint8), np.empty(0, np.uint8)
 """The output of a lane is its key times this."""
 
 

@@ -155,7 +155,7 @@ class FilledFetch:
         self._arrays: Sequence[Any] = self.keys
         self._pooling = cache.prepare_rows(self._fixed_rows(asks))
         self._no_misses = np.zeros((len(asks), 2), np.int64)
-        self._used, self._started = self._sizes, 0.0
+        self._used, self._started, self._seconds = self._sizes, 0.0, 0.0
         self._answers: list[tuple[int, int, int]] = []
 
     def _fixed_rows(self, asks: Sequence[DeviceBags]) -> list[FixedRows]:
@@ -181,23 +181,52 @@ class FilledFetch:
         """Launch all on ``stream``; False, with nothing pooled, if a row is not in memory.
 
         ``used (features,)``: how many of each feature's keys count; the others fill the batch."""
+        counts, left = self._start(stream, used, arrays)
+        if left is not None and not self._bring(left, stream, deadline):
+            return False
+        self._pool(stream, counts)
+        return True
+
+    def run_partially(self, stream: Any, used: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Like `run`, but keys whose row is not in memory, or deleted, get the table's default.
+
+        Returns their positions by feature. Only the others are reported by `finish`."""
+        counts, left = self._start(stream, used, None)
+        unresolved = []
+        if left is not None:
+            parts = self._parts(left)
+            if self._host.bridge is not None:
+                missing = [part for part in parts if len(part.missing)]
+                self._host.bridge.fetch(missing, FetchContext(None, stream))
+            for i, (part, searched) in enumerate(zip(parts, left, strict=True)):
+                codes = _NO_CODES
+                if len(searched):
+                    codes = self._space.to_host(part.source, stream)[searched]
+                self._answers += bridged(i, codes[codes != Source.DEFAULT])
+                unresolved.append(searched[codes == Source.DEFAULT])
+        self._pool(stream, counts)
+        return unresolved
+
+    def _start(
+        self, stream: Any, used: NDArray[np.int64] | None, arrays: Sequence[Any] | None
+    ) -> tuple[NDArray[np.int64], Sequence[NDArray[np.int64]] | None]:
+        """Fetch, and fill misses that one gather finds; return `MissReport.counts` and its rest."""
         self._started = time.perf_counter()
         self._arrays = self.keys if arrays is None else arrays
         self._used = self._sizes if used is None else used
         self._space.clear(self._sources, stream)
         self._fetch.launch(stream, self._space.address(self._block), arrays, used=used)
         report = self._cache.fill_misses(self._fetch, stream, self._host.gather)
-        seconds = time.perf_counter() - self._started
+        self._seconds = time.perf_counter() - self._started
         counts = self._no_misses if report is None else report.counts
         self._answers = answered(self._used, counts, self._host.code)
-        left = None if report is None else report.left
-        if left is not None and not self._bring(left, stream, deadline):
-            return False
+        return counts, None if report is None else report.left
+
+    def _pool(self, stream: Any, counts: NDArray[np.int64]) -> None:
         self._pooling.launch(stream)
         if self._observe is not None:
             each = zip(self._features, self._used.tolist(), counts.tolist(), strict=True)
-            self._observe([(f.table, n, n - missed) for f, n, (missed, _) in each], seconds)
-        return True
+            self._observe([(f.table, n, n - missed) for f, n, (missed, _) in each], self._seconds)
 
     def finish(self) -> int:
         """Report the sources of the rows; return the number of defaulted keys: deleted ones."""
@@ -210,16 +239,19 @@ class FilledFetch:
         self, left: Sequence[NDArray[np.int64]], stream: Any, deadline: float | None
     ) -> bool:
         """Fetch the remaining rows through the bridge; False if some are still missing."""
-        parts = [
+        parts = self._parts(left)
+        codes = fetch_over_bridge(self._host.bridge, self._space, parts, stream, deadline)
+        for i, own in enumerate(codes or ()):
+            self._answers += bridged(i, own)
+        return codes is not None
+
+    def _parts(self, left: Sequence[NDArray[np.int64]]) -> list[Part]:
+        return [
             Part(feature.table, keys, rows, NO_VERSIONS, source, own)
             for feature, keys, rows, source, own in zip(
                 self._features, self._arrays, self._rows, self._own_sources, left, strict=True
             )
         ]
-        codes = fetch_over_bridge(self._host.bridge, self._space, parts, stream, deadline)
-        for i, own in enumerate(codes or ()):
-            self._answers += bridged(i, own)
-        return codes is not None
 
 
 def fetch_over_bridge(

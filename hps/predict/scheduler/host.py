@@ -25,6 +25,8 @@ CHANNEL_BYTES = 1 << 27
 """Size of a channel's memory; its pages exist once they were used."""
 _SPIN_US = 20
 _WAIT_MS = 500
+_NOTHING = np.empty(0, np.uint8)
+"""Of a batch that failed: no sample is resolved."""
 
 Answer = Callable[[PredictRequest], "Future[PredictResult]"]
 """Runs a prediction that the lanes cannot run. Never blocks."""
@@ -40,8 +42,10 @@ class Lane(Protocol):
         """Return the native size classes, by ascending batch."""
         ...
 
-    def complete(self, size_class: int, samples: int) -> bool:
-        """Run a batch with rows from host memory; False if some are not there."""
+    def complete(self, size_class: int, samples: int) -> NDArray[np.uint8]:
+        """Run a batch with rows from host memory.
+
+        Returns ``(samples,)``: 1 for those whose rows are not all there, which need the slow path."""
         ...
 
 
@@ -168,11 +172,11 @@ class SchedulerHost:
                 continue
             lane, size_class, samples = batch
             try:
-                complete = self._lanes[lane].complete(size_class, samples)
+                unresolved = self._lanes[lane].complete(size_class, samples)
             except Exception:
                 log.exception("a batch with missing rows failed; its requests run one by one")
-                complete = False
-            native.finish_incomplete(lane, complete)
+                unresolved = _NOTHING
+            native.finish_incomplete(lane, unresolved)
 
     def _answer_slow(self, native: Any) -> None:
         while not self._closed:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hps.dense.lanes import LaneBinding, NetworkLane, address
 from hps.lookup.base import Feature
@@ -66,8 +67,10 @@ class _BatchProgram:
             steps=[*binding.send_steps(), *steps, *self._network, *binding.receive_steps()],
         )
 
-    def complete(self, samples: int) -> bool:
-        """Run the batch in the lane's memory with rows from host memory; False if some are not there."""
+    def complete(self, samples: int) -> NDArray[np.uint8]:
+        """Run the batch in the lane's memory with rows from host memory.
+
+        Returns ``(samples,)``: 1 for those with a key whose row is not there or is deleted."""
         filled = self._filled
         if filled is None:
             t = self._tables
@@ -75,11 +78,13 @@ class _BatchProgram:
         for keys, sent in zip(filled.keys, self._pooled.keys, strict=True):
             keys[:] = sent
         used = samples * self._hotness
-        if not filled.run(self.binding.lane.stream, None, used):
-            return False
+        unresolved = np.zeros(samples, np.uint8)
+        positions = filled.run_partially(self.binding.lane.stream, used)
+        for own, hotness in zip(positions, self._hotness.tolist(), strict=False):
+            unresolved[own[own < samples * hotness] // hotness] = 1
         self.binding.run_prepared()
-        # A request reports its deleted keys, and a batch does not say whose they are.
-        return filled.finish() == 0
+        filled.finish()
+        return unresolved
 
 
 class LanePrograms:
@@ -109,7 +114,7 @@ class LanePrograms:
         """See `hps.predict.scheduler.host.Lane`."""
         return [program.size_class(self.columns) for program in self._programs]
 
-    def complete(self, size_class: int, samples: int) -> bool:
+    def complete(self, size_class: int, samples: int) -> NDArray[np.uint8]:
         """See `hps.predict.scheduler.host.Lane`."""
         with self.lane.space.device:
             return self._programs[size_class].complete(samples)

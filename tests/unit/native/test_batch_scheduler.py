@@ -15,7 +15,9 @@ from tests.support.native_scheduler import (
     FACTOR,
     FAILED,
     REPLIED,
+    RESOLVED,
     UNAVAILABLE,
+    UNRESOLVED,
     Channel,
     opened_scheduler,
 )
@@ -130,7 +132,7 @@ def test_free_lanes_share_the_pieces_of_a_request(scheduler):
     assert sorted(lane for lane, _, _ in batches) == [0, 1, 2]
     for lane, size_class, _ in reversed(batches):
         scheduler.lanes[lane].complete(size_class)
-        scheduler.native.finish_incomplete(lane, True)
+        scheduler.native.finish_incomplete(lane, RESOLVED)
     assert channel.receive()[0].values == triple(range(12))
 
 
@@ -187,7 +189,7 @@ def test_incomplete_batch_is_completed_by_the_caller(scheduler):
     assert (size_class, samples) == (1, 3)
     assert not channel.client.receive(20)
     scheduler.lanes[lane].outputs[size_class][:] = [7, 8, 9, 0]
-    scheduler.native.finish_incomplete(lane, True)
+    scheduler.native.finish_incomplete(lane, RESOLVED)
     (answer,) = channel.receive()
     assert (answer.status, answer.values, answer.direct) == (DONE, [7, 8, 9], 0)
     counts = scheduler.counts(model)
@@ -199,7 +201,7 @@ def test_end_of_a_batch_that_is_not_incomplete_is_ignored(scheduler):
     channel = Channel(scheduler)
     scheduler.start()
     for lane in (0, 77):
-        scheduler.native.finish_incomplete(lane, True)
+        scheduler.native.finish_incomplete(lane, RESOLVED)
     assert channel.predict(model, [1]).status == DONE
 
 
@@ -212,7 +214,7 @@ def test_steps_are_skipped_for_a_while_after_they_missed_rows(scheduler):
     def ran(key):
         channel.submit(model, [key])
         if batch := scheduler.native.take_incomplete(300):
-            scheduler.native.finish_incomplete(batch[0], True)
+            scheduler.native.finish_incomplete(batch[0], RESOLVED)
         channel.receive()
         return [key] in log
 
@@ -231,7 +233,7 @@ def test_requests_of_a_batch_that_cannot_be_completed_take_the_slow_path(schedul
     channel.submit(model, [2, 3], ticket=2)
     scheduler.start()
     lane, _, _ = scheduler.native.take_incomplete(5_000)
-    scheduler.native.finish_incomplete(lane, False)
+    scheduler.native.finish_incomplete(lane, UNRESOLVED)
     for keys in ([1], [2, 3]):
         number, of, batch, deadline_ns, inputs, outputs = scheduler.native.take_slow(5_000)
         assert (of, batch, deadline_ns) == (model, len(keys), 0)
@@ -250,7 +252,7 @@ def test_large_request_with_an_incomplete_piece_takes_the_slow_path_once(schedul
     scheduler.start()
     channel.submit(model, range(40))
     lane, _, _ = scheduler.native.take_incomplete(5_000)
-    scheduler.native.finish_incomplete(lane, False)
+    scheduler.native.finish_incomplete(lane, UNRESOLVED)
     number, _, batch, _, inputs, _ = scheduler.native.take_slow(5_000)
     assert (batch, len(inputs)) == (40, 320)
     scheduler.native.answer_slow(number, REPLIED, 0)
@@ -316,7 +318,7 @@ def test_large_request_fails_once_with_the_reason_of_a_failed_piece(scheduler):
     lane, _, _ = scheduler.native.take_incomplete(5_000)
     until(lambda: scheduler.counts(model)["failed"] == 1)
     assert not channel.client.receive(20)
-    scheduler.native.finish_incomplete(lane, True)
+    scheduler.native.finish_incomplete(lane, RESOLVED)
     (answer,) = channel.receive()
     assert answer.status == FAILED
     assert "a step of the batch failed" in answer.text
@@ -365,7 +367,7 @@ def test_removal_of_a_model_waits_for_its_batch_and_ends_what_waits(scheduler):
         each.join(0.05)
         assert each.is_alive()
     scheduler.lanes[lane].complete(size_class)
-    scheduler.native.finish_incomplete(lane, True)
+    scheduler.native.finish_incomplete(lane, RESOLVED)
     for each in removals:
         each.join(10)
         assert not each.is_alive()
@@ -411,7 +413,7 @@ def test_stop_ends_waiting_incomplete_and_slow_requests(scheduler):
     assert scheduler.native.take_incomplete(5_000) is None
     assert scheduler.native.take_slow(5_000) is None
     scheduler.native.answer_slow(number, REPLIED, 1)
-    scheduler.native.finish_incomplete(0, True)
+    scheduler.native.finish_incomplete(0, RESOLVED)
     scheduler.native.remove_model(model)
     assert time.monotonic() - started < 2
 
@@ -497,3 +499,19 @@ def test_counts_are_read_while_a_batch_runs(scheduler):
     gate.open()
     channel.receive()
     assert 0.02e9 <= scheduler.native.counts(model)["device_ns"] < 10e9
+
+
+def test_only_requests_with_unresolved_samples_take_the_slow_path(scheduler):
+    model, _ = scheduler.model((8,))
+    scheduler.set_missing(1)
+    channel = Channel(scheduler)
+    for keys in ([1, 2], [3], [4, 5]):
+        channel.submit(model, keys)
+    scheduler.start()
+    lane, _, samples = scheduler.native.take_incomplete(10_000)
+    assert samples == 5
+    scheduler.native.finish_incomplete(lane, np.array([0, 0, 1, 0, 0], np.uint8))
+    number, _, batch, *_ = scheduler.native.take_slow(10_000)
+    assert batch == 1
+    scheduler.native.answer_slow(number, REPLIED, 0)
+    assert sorted(answer.status for answer in channel.receive(3)) == [DONE, DONE, REPLIED]

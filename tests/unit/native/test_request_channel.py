@@ -13,7 +13,14 @@ from tests.support.waiting import until
 
 pytest.importorskip("hps.native._core")
 from hps.native.scheduler import ChannelClient
-from tests.support.native_scheduler import CHANNEL_BYTES, DONE, FAILED, Channel, opened_scheduler
+from tests.support.native_scheduler import (
+    CHANNEL_BYTES,
+    DONE,
+    FAILED,
+    RESOLVED,
+    Channel,
+    opened_scheduler,
+)
 
 RING = 1024
 SUBMITTED, TAKEN, COMPLETED, SUBMISSIONS = 64, 128, 192, 448
@@ -211,11 +218,11 @@ def test_client_that_sends_one_slot_without_end_does_not_fill_memory(scheduler, 
     scheduler.native.remove_channel(broken.number)
     scheduler.set_missing(0)
     lane, _, _ = scheduler.native.take_incomplete(5_000)
-    scheduler.native.finish_incomplete(lane, True)
+    scheduler.native.finish_incomplete(lane, RESOLVED)
     other.submit(model, [5])
     while batch := scheduler.native.take_incomplete(200):
         scheduler.lanes[batch[0]].complete(batch[1])
-        scheduler.native.finish_incomplete(batch[0], True)
+        scheduler.native.finish_incomplete(batch[0], RESOLVED)
     assert other.receive()[0].values == [15]
 
 
@@ -242,5 +249,5 @@ def test_request_changed_after_it_was_sent_changes_its_own_answer_only(scheduler
     lane, size_class, _ = scheduler.native.take_incomplete(5_000)
     broken.raw[slot : slot + 128] = 255
     scheduler.lanes[lane].complete(size_class)
-    scheduler.native.finish_incomplete(lane, True)
+    scheduler.native.finish_incomplete(lane, RESOLVED)
     assert other.receive()[0].values == [15]

@@ -304,3 +304,19 @@ def test_arrays_with_strides_are_predicted(attached):
     keys = {name: np.repeat(a, 2, axis=0)[::2] for name, a in features.items()}
     for models in (node, process):
         same(models.predict("m", keys, strided), plain.predict("m", features, dense))
+
+
+def test_only_requests_with_unknown_keys_leave_the_common_batches(attached):
+    """One request in ten has a key that no store has."""
+    node, process, plain, _ = attached
+    asked = [request_of(np.arange(200), 2) for _ in range(40)]
+    for features, _ in asked[::10]:
+        features["user"] = np.array([3, HELD + 7])
+    expected = [plain.predict("m", *each) for each in asked]
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda each: process.predict("m", *each), asked))
+    for i, (answer, right) in enumerate(zip(answers, expected, strict=True)):
+        same(answer, right)
+        assert answer.defaulted == (i % 10 == 0)
+    (counts,) = node.scheduler.status().values()
+    assert counts["slow"] == 4

@@ -123,8 +123,9 @@ class BatchScheduler {
 
   // Waits up to `timeout_ms` for a batch with missing rows; false if none came, or after `stop`.
   bool take_incomplete(Incomplete& batch, int timeout_ms);
-  // Ends it: the outputs are in the lane's memory, except for the samples with `unresolved[i]` != 0:
-  // requests with one go to `take_slow`. All samples count as unresolved beyond the vector's end.
+  // Ends it: the outputs are in the lane's memory, except for the samples with `unresolved[i]` !=
+  // 0: requests with one go to `take_slow`. All samples count as unresolved beyond the vector's
+  // end.
   void finish_incomplete(std::uint32_t lane, std::vector<std::uint8_t> unresolved);
   // Likewise for a request that needs the slow path.
   bool take_slow(SlowRequest& request, int timeout_ms);
