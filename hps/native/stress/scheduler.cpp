@@ -136,7 +136,9 @@ struct Stress {
       std::vector<Key>& keys = memory->keys[batch.size_class];
       score(memory->model, LaneMemory::bytes(keys),
             LaneMemory::bytes(memory->scores[batch.size_class]), batch.samples);
-      scheduler.finish_incomplete(batch.lane, random() % 8 != 0);
+      std::vector<std::uint8_t> unresolved(batch.samples);
+      for (std::uint8_t& each : unresolved) each = random() % 16 == 0;
+      scheduler.finish_incomplete(batch.lane, std::move(unresolved));
     }
   }
 
