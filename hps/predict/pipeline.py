@@ -300,8 +300,9 @@ class InferencePipeline:
                 )
             if values.dtype.kind != "f":
                 continue
-            if not (finite := np.isfinite(values)).all():
-                self._meter.not_finite(name, int(finite.size - np.count_nonzero(finite)))
+            finite = np.isfinite(values)
+            if others := finite.size - int(np.count_nonzero(finite)):
+                self._meter.not_finite(name, others)
                 values = values[finite]
             if finite.size == batch:
                 self._meter.scored(name, values)
