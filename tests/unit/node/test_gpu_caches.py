@@ -25,6 +25,7 @@ from hps.errors import (
     Unavailable,
 )
 from hps.models.version_writer import write_version
+from hps.native import COMPILED
 from hps.node import gpu_caches
 from hps.node.gpu_caches import device_count
 from hps.observability.metric_names import FEATURE_KEYS, GPU_MEMORY_TOTAL, LOOKUP_KEYS
@@ -239,7 +240,7 @@ def test_gpu_misses_are_filled_from_the_host(pair, first):
     features_and_dense = request_of(np.arange(first, HELD + 100), 40)
     same(node.predict("m", *features_and_dense), plain.predict("m", *features_and_dense))
     assert cache.fetched
-    assert cache.space.lent == 3  # the lanes' own
+    assert cache.space.lent == (3 if COMPILED else 2)  # the lanes' own
 
 
 @pytest.mark.parametrize("ask", ["predict", "look up"])
@@ -637,7 +638,7 @@ def test_host_lookups_ask_the_gpu_cache_after_the_cpu_cache(open_node):
     np.testing.assert_array_equal(result.vectors["user"][:3], rows(keys[:3], 4))
     assert result.sources["user"].tolist() == [Source.CPU, Source.GPU, Source.GPU, 0]
     assert cache.fetched[0] == 2  # 900 and 2000, each once
-    assert cache.space.lent == 3
+    assert cache.space.lent == (3 if COMPILED else 2)
 
 
 @pytest.mark.parametrize(("fill", "held"), [(0.0, 0), (0.25, 100), (1.0, 400)])

@@ -16,6 +16,7 @@ import hps
 from hps.config.model_schema import ModelSpec
 from hps.errors import BadRequest, DeadlineExceeded, ModelError, Unavailable
 from hps.models.version_writer import write_version
+from hps.native import COMPILED
 from hps.observability import metric_names as m
 from hps.predict.scheduler.channel_socket import NODE_ENDED, connect
 from hps.predict.scheduler.host import SchedulerHost
@@ -34,6 +35,7 @@ from tests.unit.node.test_gpu_caches import (  # noqa: F401 # fixtures
     table_of,
 )
 
+pytestmark = pytest.mark.skipif(not COMPILED, reason="the scheduler is part of the compiled core")
 HOTNESS = {"item": 3, "seen": 2}
 
 

@@ -20,6 +20,7 @@ from hps.predict.scheduler.columns import ModelColumns, TensorColumn
 from hps.predict.scheduler.host import SchedulerHost
 from hps.predict.scheduler.replies import decode_reply, encode_request
 from tests.support import native_scheduler
+from tests.support.native_scheduler import RESOLVED
 
 COLUMNS = ModelColumns(
     [Feature("key", EmbeddingTable.make("t", 4), hotness=1)],
@@ -35,7 +36,7 @@ class Lane(native_scheduler.Lane):
 
     context = stream = 0
 
-    def __init__(self, *, complete=lambda: True, **options):
+    def __init__(self, *, complete=lambda: RESOLVED, **options):
         super().__init__((1, 4), [], **options)
         self._complete = complete
 
@@ -108,7 +109,9 @@ def test_batch_with_missing_rows_is_completed_by_its_lane(host, client):
 
 
 @pytest.mark.parametrize(
-    ("complete", "raises"), [(lambda: False, False), (lambda: 1 / 0, True)], ids=["misses", "fails"]
+    ("complete", "raises"),
+    [(lambda: np.ones(1, np.uint8), False), (lambda: 1 / 0, True)],
+    ids=["misses", "fails"],
 )
 def test_batch_that_its_lane_cannot_complete_is_answered_by_the_model(
     host, client, caplog, complete, raises

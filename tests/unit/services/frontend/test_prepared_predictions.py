@@ -11,6 +11,7 @@ import tritonclient.http as triton_http
 from tritonclient.grpc import service_pb2 as pb
 
 from hps.errors import Unavailable
+from hps.native import COMPILED
 from services.frontend.grpc.request import GrpcRequestParser, address
 from services.frontend.http.request import HttpRequestParser
 from services.frontend.inference_request import InferenceRequest
@@ -23,6 +24,7 @@ from tests.unit.node.test_gpu_caches import (  # noqa: F401 # fixtures
 )
 from tests.unit.node.test_gpu_scheduler import repository  # noqa: F401 # fixture
 
+pytestmark = pytest.mark.skipif(not COMPILED, reason="the scheduler is part of the compiled core")
 PROTOCOLS = ["rest", "grpc"]
 
 
