@@ -213,6 +213,7 @@ def test_client_that_sends_one_slot_without_end_does_not_fill_memory(scheduler, 
     scheduler.start()
     for _ in range(20):
         word(broken, SUBMITTED)[0] = word(broken, TAKEN)[0] + RING
+        os.eventfd_write(scheduler.wake, 1)
         time.sleep(0.005)
     assert scheduler.counts(model)["requests"] <= RING
     scheduler.native.remove_channel(broken.number)
