@@ -67,12 +67,11 @@ __device__ __forceinline__ void store(uint4* to, uint4 value) {
   __stcs(to, value);  // not read again soon: keeps the second-level cache for lines and rows
 }
 
-template <typename unit>
-__device__ __forceinline__ unit load(const unit* from) {
-  return __ldg(from);
-}
-template <>
-__device__ __forceinline__ uint4 load(const uint4* from) {
+// Whether slots and rows of so many 16-byte units are loaded to stay in the second-level cache:
+// this is faster for rows of 256 bytes and more, and slower for others.
+__device__ constexpr bool is_kept(int units) { return units >= 16; }
+
+__device__ __forceinline__ uint4 load_kept(const uint4* from) {
   uint4 value;
   asm volatile("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
@@ -113,6 +112,11 @@ __device__ __forceinline__ u32 window_of(const FetchArgs& a, const FetchPart& p,
 
 constexpr u32 WARP = 0xffffffffu;  // all lanes
 
+template <bool KEEP>
+__device__ __forceinline__ Slot load_slot(const char* at) {
+  return KEEP ? load_slot_kept(at, keep_policy()) : load_slot(at);
+}
+
 // The keys of a warp, one a lane; lanes from KEYS on have no key.
 struct Query {
   u64 key;
@@ -148,16 +152,15 @@ __device__ __forceinline__ bool holds(const Slot& slot, u64 key) {
 
 // Searches the home halves of the warp's `count` keys: four lanes read the half of a key, all loads
 // before the first comparison.
-template <int KEYS, int FORM, bool STAMP>
+template <int KEYS, int FORM, bool STAMP, bool KEEP>
 __device__ __forceinline__ void search_homes(const FetchPart& p, Query& q, u32 count) {
   const int lane = threadIdx.x & 31, rank = lane & (HALF - 1), mine = 4 * (lane & 7);
-  const u64 policy = keep_policy();
   Slot slot[KEYS / 8];
   u32 home[KEYS / 8];
 #pragma unroll
   for (int r = 0; r < KEYS / 8; r++) {
     home[r] = __shfl_sync(WARP, q.home, 8 * r + lane / HALF);
-    slot[r] = load_slot_kept(slot_at(p.lines, home[r], rank), policy);
+    slot[r] = load_slot<KEEP>(slot_at(p.lines, home[r], rank));
   }
 #pragma unroll
   for (int r = 0; r < KEYS / 8; r++) {
@@ -171,6 +174,7 @@ __device__ __forceinline__ void search_homes(const FetchPart& p, Query& q, u32 c
 }
 
 // Loads the slots outside the home half of the first four keys of `todo`, eight lanes each.
+template <bool KEEP>
 __device__ __forceinline__ Rest load_rest(const FetchPart& p, const Query& q, u32 todo) {
   const int lane = threadIdx.x & 31, rank = lane & 7;
   for (int before = lane / 8; before > 0; before--) todo &= todo - 1;
@@ -181,20 +185,19 @@ __device__ __forceinline__ Rest load_rest(const FetchPart& p, const Query& q, u3
   rest.half = rank < HALF ? home ^ 1 : second;
   rest.last = second + 1;
   if (todo) {
-    const u64 policy = keep_policy();
-    rest.one = load_slot_kept(slot_at(p.lines, rest.half, rank & (HALF - 1)), policy);
-    if (rank < HALF) rest.two = load_slot_kept(slot_at(p.lines, rest.last, rank), policy);
+    rest.one = load_slot<KEEP>(slot_at(p.lines, rest.half, rank & (HALF - 1)));
+    if (rank < HALF) rest.two = load_slot<KEEP>(slot_at(p.lines, rest.last, rank));
   }
   return rest;
 }
 
 // Searches the other half and the second bucket of the open keys, four keys at a time.
-template <int FORM, bool STAMP>
+template <int FORM, bool STAMP, bool KEEP>
 __device__ __forceinline__ void search_rest(const FetchPart& p, Query& q) {
   const int lane = threadIdx.x & 31;
   u32 todo;
   while ((todo = __ballot_sync(WARP, q.open))) {
-    const Rest rest = load_rest(p, q, todo);
+    const Rest rest = load_rest<KEEP>(p, q, todo);
     const bool one = holds(rest.one, rest.key), two = holds(rest.two, rest.key);
     const int order = __popc(todo & ((1u << lane) - 1));  // the key's among the open ones
     const u32 all = __ballot_sync(WARP, one || two), hits = order < 4 ? all >> 8 * order & 255 : 0;
@@ -208,16 +211,18 @@ __device__ __forceinline__ void search_rest(const FetchPart& p, Query& q) {
 }
 
 // As measured to be fastest: two 16-byte units a thread of rows from 128 bytes on, two rows at
-// once.
+// once, or four of 512 bytes.
 __device__ constexpr int threads_a_row(int units) { return units < 8 ? units : units / 2; }
-__device__ constexpr int rows_at_once(int most) { return most < 2 ? most : 2; }
+__device__ constexpr int rows_at_once(int units, int most) {
+  return most < 2 ? 1 : units < 32 ? 2 : 4;
+}
 
 // Copies the warp's rows, of C 16-byte units: T threads a row, the loads of AT_ONCE rows a thread
 // before the first store. `row`: of this lane's key, or NO_ROW; `at`: its place in out.
 template <int KEYS, int C>
 __device__ __forceinline__ void copy_rows(const FetchPart& p, u32 row, u32 at) {
   constexpr int T = threads_a_row(C), EACH = C / T, STEP = 32 / T;
-  constexpr int AT_ONCE = rows_at_once(KEYS > STEP ? KEYS / STEP : 1);
+  constexpr int AT_ONCE = rows_at_once(C, KEYS / STEP);
   const int lane = threadIdx.x & 31, rank = lane % T;
 #pragma unroll 1
   for (int first = 0; first < KEYS; first += STEP * AT_ONCE) {
@@ -229,7 +234,8 @@ __device__ __forceinline__ void copy_rows(const FetchPart& p, u32 row, u32 at) {
       if (number[k] != NO_ROW) {
         const uint4* from = (const uint4*)row_at(p, number[k], C * 16) + rank;
 #pragma unroll
-        for (int m = 0; m < EACH; m++) value[k][m] = load(from + m * T);
+        for (int m = 0; m < EACH; m++)
+          value[k][m] = is_kept(C) ? load_kept(from + m * T) : __ldg(from + m * T);
       }
     }
 #pragma unroll
@@ -258,7 +264,7 @@ __device__ __forceinline__ void copy_any_rows(const FetchPart& p, u32 row, u32 a
     if (number == NO_ROW) continue;
     const unit* from = (const unit*)row_at(p, number, p.stride);
     unit* to = (unit*)(p.out + place * p.row_bytes);
-    for (int c = rank; c < units; c += 1 << shift) store(to + c, load(from + c));
+    for (int c = rank; c < units; c += 1 << shift) store(to + c, __ldg(from + c));
   }
 }
 
@@ -308,8 +314,8 @@ __device__ __forceinline__ void fetch_keys(const FetchArgs& a, const FetchPart& 
     q.key = __ldcs(p.keys + at);
     q.home = home_half(mix(q.key), p.buckets);
   }
-  search_homes<KEYS, FORM, STAMP>(p, q, p.n - first);
-  search_rest<FORM, STAMP>(p, q);
+  search_homes<KEYS, FORM, STAMP, is_kept(UNITS)>(p, q, p.n - first);
+  search_rest<FORM, STAMP, is_kept(UNITS)>(p, q);
 #ifdef HPS_SLOW_READS
   if (is_slow(mix(q.key))) __nanosleep(HPS_SLOW_READS);
 #endif
@@ -334,12 +340,12 @@ __device__ __forceinline__ u32 first_key(const FetchPart& p) {
 }
 
 // Blocks of a multiprocessor: as many as leave enough registers.
-__device__ constexpr int resident_blocks(int keys, int form) {
-  return (is_batched(form) ? 6 : 8) - (keys < 32 ? 0 : 2);
+__device__ constexpr int resident_blocks(int units, int form) {
+  return units == 32 ? 4 : is_batched(form) ? 6 : 8;
 }
 
 template <int T, int UNIT, int UNITS, int FORM, bool STAMP, bool SWEEP>
-__global__ void __launch_bounds__(BLOCK, resident_blocks(32 / T, FORM))
+__global__ void __launch_bounds__(BLOCK, resident_blocks(UNITS, FORM))
     fetch_kernel(const __grid_constant__ FetchArgs a) {
   const FetchPart& p = is_batched(FORM) ? part_of_block(a) : a.part[0];
   const u32 first = first_key<32 / T>(p);

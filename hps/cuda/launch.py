@@ -139,7 +139,7 @@ several tables."""
 
 WRITE_TILE = 4
 MANY_KEYS = 1 << 17
-"""So many keys fill the device also with one or two threads each."""
+"""So many keys fill the device also with two threads each."""
 
 
 def unit_of(sizes: int) -> int:
@@ -152,10 +152,8 @@ def unit_of(sizes: int) -> int:
 def tile_of(row_bytes: int, keys: int) -> int:
     """Return the threads per key, as measured to be fastest; see README.md.
 
-    A warp fetches 32 keys together, or 16 or 8, so that a small batch has enough warps."""
-    if keys < MANY_KEYS or row_bytes > 128:
-        return 4
-    return 1 if row_bytes <= 32 else 2
+    A warp fetches 16 keys together, or 8, so that a small batch has enough warps."""
+    return 2 if row_bytes <= 128 and keys >= MANY_KEYS else 4
 
 
 def units_of(row_bytes: int, unit: int) -> int:

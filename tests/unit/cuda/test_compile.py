@@ -11,11 +11,9 @@ EXPRESSIONS = {
     "fetch.cu": [
         name
         for tile, unit, units in [
-            *((1, 16, units) for units in (0, 2, 8, 32)),
-            *((2, 16, units) for units in (4, 16)),
-            *((4, 16, units) for units in (0, 8, 16, 32)),
-            (4, 4, 0),
-            (1, 2, 0),
+            *((2, 16, units) for units in (0, 2, 4, 8)),
+            *((4, 16, units) for units in (0, 2, 4, 8, 16, 32)),
+            *((2, 4, 0), (4, 4, 0), (2, 2, 0)),
         ]
         for form in (launch.ROWS, launch.TIER, launch.NUMBERS, launch.VECTORS)
         for stamp, sweep in [(True, form != launch.NUMBERS), (False, False)]

@@ -230,10 +230,10 @@ def test_used_rows_are_kept():
     assert len(fetch(cache, table, hot).missing) < 0.01 * len(hot)
 
 
-@pytest.mark.parametrize("tile", [1, 2, 4])
+@pytest.mark.parametrize("tile", [2, 4])
 @pytest.mark.parametrize("form", [launch.ROWS, launch.NUMBERS])
 def test_every_thread_count_finds_the_same_rows(tile, form):
-    """One thread a key is chosen for many keys only."""
+    """Two threads a key are chosen for many keys only."""
     table = EmbeddingTable.make("t", 8)
     cache, cp = GpuCache({table: 8000}), cupy()
     keys = np.random.default_rng(6).permutation(12_000)
