@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,7 +17,9 @@ from services.frontend.errors import RequestCancelled
 
 log = logging.getLogger(__name__)
 
-_SWEEP_S = 0.01  # period of the sweep while any request is in flight
+# Time between sweeps: while a request waits for its `on_wait`, and the least; and the most. Each sweep takes
+# the interpreter lock from a request.
+_SWEEP_S, _RARELY_S = 0.01, 0.25
 
 End = Callable[["Future[Any]"], None]
 """Called once with a future that is done, on any thread."""
@@ -38,13 +41,14 @@ class PendingRequests:
     """Ends requests in flight, of all protocols. Thread-safe.
 
     A request costs two changes of a dictionary; one thread checks the deadlines while any request is in
-    flight.
+    flight, when the first of them passes.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[Future[Any], _PendingRequest] = {}
+        self._next_sweep = math.inf  # an instant of ``time.monotonic``
         self._sweeper = PeriodicThread(
-            self._sweep, _SWEEP_S, "hps-deadlines", idle_rounds=SWEEP_IDLE_ROUNDS
+            self._sweep, self._until_sweep_s, "hps-deadlines", idle_rounds=SWEEP_IDLE_ROUNDS
         )
 
     def add(
@@ -59,14 +63,17 @@ class PendingRequests:
         At ``deadline`` (``time.monotonic``), ``future`` is cancelled, and ``end`` gets a future that failed
         with ``DeadlineExceeded``; if ``future`` is cancelled earlier, with ``RequestCancelled``.
 
-        ``on_wait`` is called once, on another thread, if ``future`` is not done after one or two periods of
-        the sweep: work that shorter requests do not need. It may still be called just after ``end``.
+        ``on_wait`` is called once, on another thread, if ``future`` is not done after 10 to 20 ms: work that
+        shorter requests do not need. It may still be called just after ``end``.
         """
         if future.done() and not future.cancelled():
             end(future)  # the caller gets its exception, if any
             return
         self._waiting[future] = _PendingRequest(deadline, end, on_wait)
         self._sweeper.start()
+        latest = deadline if on_wait is None else min(deadline, time.monotonic() + _SWEEP_S)
+        if latest < self._next_sweep:
+            self._sweeper.wake()
         future.add_done_callback(self._done)
 
     async def result(self, future: Future[Any], deadline: float) -> Any:
@@ -100,6 +107,16 @@ class PendingRequests:
             _call(end, failed_future(RequestCancelled("the request was cancelled")))
         else:
             _call(end, failed_future(DeadlineExceeded(_LATE)))
+
+    def _until_sweep_s(self) -> float:
+        """Seconds until the next sweep: until a deadline, or a request's `on_wait`, is due."""
+        self._next_sweep = math.inf  # wakes this thread for requests that are added from here on
+        now = time.monotonic()
+        due = now + _RARELY_S
+        for waiting in list(self._waiting.values()):
+            due = min(due, waiting.deadline if waiting.on_wait is None else now)
+        self._next_sweep = due = max(due, now + _SWEEP_S)
+        return due - now
 
     def _sweep(self) -> bool:
         now = time.monotonic()

@@ -75,6 +75,33 @@ def test_failing_report_of_a_wait_does_not_delay_others():
         future.cancel()
 
 
+def test_near_deadline_is_kept_beside_far_ones():
+    """The sweep that a far deadline is left to comes a quarter of a second later."""
+    pending, ended = PendingRequests(), []
+    far, near = Future(), Future()
+    pending.add(far, time.monotonic() + 60, lambda _: None)
+    time.sleep(0.05)
+    started = time.monotonic()
+    pending.add(near, started + 0.05, ended.append)
+    until(lambda: ended)
+    assert 0.05 <= time.monotonic() - started < 0.2
+    assert isinstance(ended[0].exception(), DeadlineExceeded)
+    far.cancel()
+
+
+def test_wait_is_reported_beside_far_deadlines():
+    pending, waited = PendingRequests(), []
+    far, long = Future(), Future()
+    pending.add(far, time.monotonic() + 60, lambda _: None)
+    time.sleep(0.05)
+    started = time.monotonic()
+    pending.add(long, started + 60, lambda _: None, lambda: waited.append(1))
+    until(lambda: waited)
+    assert time.monotonic() - started < 0.2
+    for each in (far, long):
+        each.cancel()
+
+
 def test_failing_callback_does_not_delay_other_deadlines():
     add(0, lambda future: 1 / 0)
     future, ended = add(0.05)
