@@ -265,6 +265,8 @@ def test_scores_follow_updates_over_every_interface(
 OTHER_DEPLOYMENTS = {
     *("gpus: Fetch (p99)", "gpus: Hit rate by table and version", "gpus: Fill level"),
     "gpus: Memory of GPU caches, and pinned host memory",
+    *("gpus: Batches", "gpus: Batches that missed rows or failed, share"),
+    "gpus: Samples per batch",
     *("gpus: Memory used, share", "gpus: Memory used, bytes"),
     *("models: Failures by version", "models: Mean score, now and a day ago"),
     "models: Queued runs, and fallback runs without Triton",

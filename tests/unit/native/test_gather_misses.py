@@ -147,6 +147,7 @@ def test_a_gather_beside_a_writer_returns_whole_rows():
     assert found > 0
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # of libraries that other tests have imported
 def test_a_child_process_gathers_without_its_parents_workers():
     (compiled, _), keys, positions = large_batch()
     pool, tables = native.WorkerPool(2), [compiled] * len(keys)
