@@ -266,7 +266,7 @@ OTHER_DEPLOYMENTS = {
     *("gpus: Fetch (p99)", "gpus: Hit rate by table and version", "gpus: Fill level"),
     "gpus: Memory of GPU caches, and pinned host memory",
     *("gpus: Batches", "gpus: Batches that missed rows or failed, share"),
-    "gpus: Samples per batch",
+    *("gpus: Predictions, and those outside the lanes", "gpus: Samples per batch"),
     *("gpus: Memory used, share", "gpus: Memory used, bytes"),
     *("models: Failures by version", "models: Mean score, now and a day ago"),
     "models: Queued runs, and fallback runs without Triton",
