@@ -94,7 +94,7 @@ class InferenceRequest:
         return self._inputs
 
     def add(self, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Add inputs whose elements are elsewhere: not all are in the message any more."""
+        """Add inputs that the message does not have."""
         self._inputs = {**inputs, **self.inputs}
         self.message = b""
 
