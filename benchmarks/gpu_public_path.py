@@ -134,7 +134,7 @@ def host_us(call: Callable[[Any], Any], sets: list[Any], calls: int) -> float:
             times.append(time.perf_counter() - start - waits[0])
     finally:
         for module in modules:
-            setattr(module, "wait_for_event", wait_for_event)  # noqa: B010
+            setattr(module, "wait_for_event", wait_for_event)  # noqa: B010 # likewise
     return statistics.median(times[10:]) * 1e6
 
 

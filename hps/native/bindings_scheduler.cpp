@@ -208,22 +208,13 @@ class Client {
               std::uint64_t reply_bytes) {
     std::uint64_t in_bytes = 0;
     for (const Column& column : columns) in_bytes += column.nbytes();
-    hps::RequestSlot* slot = client_.allocate(in_bytes, std::max(out_bytes, reply_bytes));
-    if (slot == nullptr) return false;
-    slot->ticket = ticket;
-    slot->column_bytes = out_bytes;
-    slot->model = model;
-    slot->batch = batch;
-    slot->deadline_ns = deadline_ns;
-    without_gil_for_bytes(in_bytes, [&] {
-      std::uint8_t* to = hps::ChannelClient::inputs(slot);
-      for (const Column& column : columns) {
-        std::memcpy(to, column.data(), column.nbytes());
-        to += column.nbytes();
-      }
-    });
-    client_.submit(slot);
-    return true;
+    return send({ticket, model, batch, deadline_ns, in_bytes, out_bytes, reply_bytes},
+                [&](std::uint8_t* to) {
+                  for (const Column& column : columns) {
+                    std::memcpy(to, column.data(), column.nbytes());
+                    to += column.nbytes();
+                  }
+                });
   }
 
   bool submit_message(std::uint64_t ticket, std::uint32_t model, std::uint32_t batch,
@@ -232,18 +223,9 @@ class Client {
                       std::uint64_t reply_bytes) {
     if (start > message.size() || layout.end() > message.size() - start)
       throw std::invalid_argument("the message is shorter than its layout");
-    hps::RequestSlot* slot = client_.allocate(layout.bytes(), std::max(out_bytes, reply_bytes));
-    if (slot == nullptr) return false;
-    slot->ticket = ticket;
-    slot->column_bytes = out_bytes;
-    slot->model = model;
-    slot->batch = batch;
-    slot->deadline_ns = deadline_ns;
     const char* data = message.c_str() + start;
-    without_gil_for_bytes(layout.bytes(),
-                          [&] { layout.copy(data, hps::ChannelClient::inputs(slot)); });
-    client_.submit(slot);
-    return true;
+    return send({ticket, model, batch, deadline_ns, layout.bytes(), out_bytes, reply_bytes},
+                [&](std::uint8_t* to) { layout.copy(data, to); });
   }
 
   nb::list receive(int timeout_ms) {
@@ -275,6 +257,29 @@ class Client {
   std::size_t capacity() const { return client_.capacity(); }
 
  private:
+  struct Head {
+    std::uint64_t ticket;
+    std::uint32_t model, batch;
+    std::int64_t deadline_ns;
+    std::uint64_t in_bytes, out_bytes, reply_bytes;
+  };
+
+  // Sends a request whose inputs `copy` writes; false if the channel is full.
+  template <typename Copy>
+  bool send(const Head& head, Copy copy) {
+    hps::RequestSlot* slot =
+        client_.allocate(head.in_bytes, std::max(head.out_bytes, head.reply_bytes));
+    if (slot == nullptr) return false;
+    slot->ticket = head.ticket;
+    slot->column_bytes = head.out_bytes;
+    slot->model = head.model;
+    slot->batch = head.batch;
+    slot->deadline_ns = head.deadline_ns;
+    without_gil_for_bytes(head.in_bytes, [&] { copy(hps::ChannelClient::inputs(slot)); });
+    client_.submit(slot);
+    return true;
+  }
+
   hps::ChannelClient client_;
 };
 

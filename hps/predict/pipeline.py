@@ -132,7 +132,7 @@ class InferencePipeline:
 
         finish = partial(self._finish_scheduled, request, wanted, batch)
         begun = self._scheduled.start(request, inputs, batch, names, finish)
-        return self.submit_alone(request) if begun is None else begun
+        return self._run_alone(request, inputs, batch, wanted) if begun is None else begun
 
     def prepare(
         self, request: PredictRequest, places: Mapping[str, tuple[int, int]]
@@ -165,7 +165,11 @@ class InferencePipeline:
     def submit_alone(self, request: PredictRequest) -> Future[PredictResult]:
         """Like ``submit``, but never in a batch of the GPU's scheduler."""
         inputs, batch = self._check.inputs(request)
-        wanted = self._check.outputs(request)
+        return self._run_alone(request, inputs, batch, self._check.outputs(request))
+
+    def _run_alone(
+        self, request: PredictRequest, inputs: Arrays, batch: int, wanted: tuple[str, ...]
+    ) -> Future[PredictResult]:
         if not self._devices:
             return self._slow_path(request, inputs, batch, wanted, None)
         device = self._devices[next(self._turn) % len(self._devices)]

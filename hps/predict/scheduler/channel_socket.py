@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,14 +18,14 @@ from hps.predict.scheduler.client import ChannelFiles, SchedulerClient
 from hps.predict.scheduler.host import SchedulerHost
 
 log = logging.getLogger(__name__)
-SOCKET = "scheduler.sock"
+SOCKET = "gpu.sock"
 _HELLO = b"hps-scheduler-1"
 _TIMEOUT_S = 10.0
 NODE_ENDED = "the node's process, which runs the GPU, has ended; retry once it is back"
 
 
 class ChannelListener:
-    """Listens at ``folder``/scheduler.sock until it is closed, with one thread per connection.
+    """Listens at ``folder``/gpu.sock until it is closed, with one thread per connection.
 
     ``folder`` must be private to this user."""
 
@@ -55,7 +56,10 @@ class ChannelListener:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
+                if self._closed:
+                    return
+                time.sleep(0.1)  # possibly out of file descriptors
+                continue
             self._connections.add(connection)
             if self._closed:  # `close` may not have seen this connection
                 connection.close()
