@@ -10,8 +10,8 @@ a bare peer that exchanges the same bytes over the loopback. The published ancho
 2.55: the same network, with all keys and numbers in the request, while its server makes them up itself.
 
 Triton is measured with ``--triton HOST:HTTP_PORT:GRPC_PORT``, if one runs beside us that serves the model
-``m`` with the same tensors (`hps triton export` writes its repository). The Triton of `make bench-peers` is
-a build for CPUs without backends for GPUs, so it is not started here.
+``m`` with the same tensors (`hps triton export` writes its repository). `benchmarks.gpu_server_peers` starts
+the Triton of `make bench-peers`.
 
     python -m benchmarks.gpu_server --workers 8 --json benchmarks/results/gpu_server.json
     python -m benchmarks.gpu_server --quick --force    # on a machine without a GPU: the CPU server alone

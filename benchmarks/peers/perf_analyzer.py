@@ -43,6 +43,7 @@ def perf_analyzer(
     """
     peer = require("perf_analyzer")
     libraries = f"{peer.site / 'nvidia/cuda_runtime/lib'}:{peer.folder / 'lib'}"
+    libraries += f":{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.csv")
         command = [

@@ -39,6 +39,8 @@ def start_triton(
     peer = require("triton")
     home = peer.site / "pytriton/tritonserver"
     libraries = f"{peer.site / 'nvidia_pytriton.libs'}:{peer.folder / 'lib'}"
+    # A GPU's driver may be in a folder that only this variable names.
+    libraries += f":{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
     http, grpc, metrics = ports or free_ports(3)
     command = [
         str(home / "bin/tritonserver"),
