@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from benchmarks.gpu_server_peers import (
     judge,
     measure_native,
     measure_perf_analyzer,
+    measure_triton,
     perf_analyzer_steps,
 )
 from benchmarks.gpu_server_scene import PROTOCOLS, Cores, Scene, write_anchor
@@ -76,6 +78,18 @@ def test_samples_have_a_key_per_table_and_thirteen_numbers():
     assert sample["t0"].shape == (1,)
     assert 0 <= int(sample["t0"][0]) < 10
     assert sample["dense"].shape == (13,)
+
+
+def test_triton_that_does_not_start_is_noted(monkeypatch, bench):
+    @contextmanager
+    def fail(*_, **__):
+        raise RuntimeError("failed to load all models")
+        yield
+
+    monkeypatch.setattr(gpu_server_peers, "running_triton", fail)
+    measure_triton(bench, SCENE, cells(1, 1), gpu=True)
+    assert bench.report.notes == ["Triton was not measured: failed to load all models"]
+    assert bench.report.values == {}
 
 
 def cells(rate, p50):
