@@ -196,11 +196,15 @@ def dlrm_network(rng: np.random.Generator) -> bytes:
 
 
 @contextmanager
-def running_server(scene: Scene, cores: Cores, *, gpu: bool, workers: int) -> Iterator[Hps]:
+def running_server(
+    scene: Scene, cores: Cores, *, gpu: bool, workers: int, share: float | None = None
+) -> Iterator[Hps]:
     """``hps serve --workers N`` on the scene's models, with rows and network on the GPU or on the CPU alone.
 
-    It starts on all of the server's cores; then the node and the workers are pinned to theirs."""
-    rows = {"use": "required", "capacity_bytes": 4 << 30} if gpu else {"use": "off"}
+    ``share``: of each table's rows on the GPU; None: all. It starts on all of the server's cores; then the
+    node and the workers are pinned to theirs."""
+    size: dict[str, Any] = {"capacity_bytes": 4 << 30} if share is None else {"share": share}
+    rows = {"use": "required", **size} if gpu else {"use": "off"}
     tiers = {"gpu": rows, "cpu_cache": {"share": 1.0}}
     dense = {"provider": "cuda" if gpu else "cpu"}
     # Closed-loop callers wait for their answers: nothing is to be rejected.

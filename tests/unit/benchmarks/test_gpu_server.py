@@ -9,6 +9,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from benchmarks.gpu_server import BATCHES, BENCHMARK, judge
+from benchmarks.gpu_server_misses import tier_keys
 from benchmarks.gpu_server_scene import (
     PROTOCOLS,
     Cores,
@@ -110,3 +111,13 @@ def test_reference_finds_wrong_scores(anchor):
         answer.raw_output_contents.append((score + np.float32(shift)).tobytes())
         framed = bytes(5) + answer.SerializeToString()
         assert reference.wrong(template, bytes(message), framed) == wrong
+
+
+def test_keys_of_the_gpu_are_read_from_metrics():
+    text = """# TYPE hps_tier_keys_total counter
+hps_tier_keys_total{tier="gpu",model="m",version="1",table="a",result="found"} 90
+hps_tier_keys_total{tier="gpu",model="m",version="1",table="b",result="found"} 5
+hps_tier_keys_total{tier="gpu",model="m",version="1",table="b",result="missed"} 5
+hps_tier_keys_total{tier="cpu",model="m",version="1",table="b",result="missed"} 7
+"""
+    assert tier_keys(text) == (95, 5)
