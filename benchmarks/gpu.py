@@ -17,12 +17,15 @@ from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import cupy
 from hps.tiers.base import Part
 from hps.tiers.gpu.cache import GpuCache
+from hps.tiers.gpu.plan import GpuTableRequest, plan_gpu
 from hps.types import EmbeddingTable, make_version
 
 CALL = 1 << 20
 SMALL_CALL = 26 * 1024
 ROUNDS, WARM_UP = 30, 6
 SPIN_CYCLES = 600_000  # a third of a millisecond: more than the host takes for a launch
+AMPLE = 1 << 40
+"""Bytes: more than any table here takes."""
 NOW = make_version(time.time_ns() // 1_000_000)
 
 
@@ -76,6 +79,17 @@ class FilledTable:
             filled.write(np.arange(start, min(start + CALL, held)))
         if options.get("static"):
             cache.seal(table)
+        return filled
+
+    @staticmethod
+    def planned(dim: int, rows: int) -> FilledTable:
+        """All ``rows`` are resident, in a table as a node plans it if its capacity is ample."""
+        table, cache = EmbeddingTable.make("bench", dim), GpuCache({})
+        plan = plan_gpu({table: GpuTableRequest(rows)}, capacity_bytes=AMPLE)[table]
+        cache.add_table(table, plan.rows, load=plan.load)
+        filled = FilledTable(cache, table, rows, DeviceClock())
+        for start in range(0, rows, CALL):
+            filled.write(np.arange(start, min(start + CALL, rows)))
         return filled
 
     def write(self, keys: Any, verb: str = "insert") -> None:

@@ -1,7 +1,9 @@
 """Fetches from the GPU cache, against a gather by known row numbers, NVE's ecache, HierarchicalKV and HPS.
 
-The keys of each call are fresh and random among the keys held; tables are three quarters full. Reads are
-timed by CUDA events around the product's own launch, medians of 30 calls after a warm-up, with the
+The keys of each call are fresh and random among the keys held. A *packed* table has as many slots as rows and
+is three quarters full here. A table *as planned* is what a node makes of one that fits
+(`hps/tiers/gpu/plan.py`): it has more slots, and all rows are resident. Peers are compared with packed ones.
+Reads are timed by CUDA events around the product's own launch, medians of 30 calls after a warm-up, with the
 device kept busy before each so that the host's launch is not in them; writes by the host's clock. The
 peers run in the same run, each in a separate process with the same keys (`benchmarks/peers/gpu.py`). NVE has
 two lookups; the faster one at each dim is the bar. HierarchicalKV with half of its rows in host memory is
@@ -13,8 +15,8 @@ run for each size (`benchmarks/gpu_gather.py`).
 from __future__ import annotations
 
 import sys
-import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,13 +25,12 @@ from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.gpu import (
     CALL,
     NOW,
-    ROUNDS,
     SMALL_CALL,
-    WARM_UP,
     FilledTable,
     device_part,
     percentiles,
 )
+from benchmarks.gpu_fetch_during_writes import measure_with_writer
 from benchmarks.gpu_policies import measure_hit_rates, measure_policies
 from benchmarks.gpu_serving import measure_serving
 from benchmarks.measure import versions
@@ -64,7 +65,11 @@ BARS = (
     *(Bar(f"hkv_{d}", f"fetch / HKV find, dim {d}, 64 M rows", at_least=r) for d, r in HKV.items()),
     Bar("hps_32", "fetch / HPS query, dim 32, 64 M rows", at_least=12.5),
     *(
-        Bar(f"floor_{d}", f"fetch / fastest row gather, dim {d}, 4 M rows", at_least=ratio)
+        Bar(
+            f"floor_{d}",
+            f"fetch / fastest row gather, dim {d}, 4 M rows, all resident, as planned",
+            at_least=ratio,
+        )
         for d, ratio in FLOOR.items()
     ),
     Bar("hkv_numbers", "row numbers only / HKV find*, worst dim", at_least=1.3),
@@ -98,39 +103,60 @@ BARS = (
 
 
 def measure_fetch(report: Report, capacity: int, dims: tuple[int, ...]) -> None:
+    """Fetches from packed tables, three quarters full."""
     rows = []
     for dim in dims:
         filled = FilledTable.make(dim, capacity)
         filled.settle()
-        (floor, gather), still = filled.floor_time(CALL), filled.fetch_time(CALL)
-        small = filled.fetch_time(SMALL_CALL)
+        row, still = fetch_row(filled)
         ticking = filled.fetch_time(CALL, advance="clock")
         age = filled.cache.held(filled.table).age
         stamping = filled.fetch_time(CALL, advance="clock", by=age)
-        numbers = filled.fetch_time(CALL, form=launch.NUMBERS)
-        row = {
-            "dim": dim,
-            "floor B/s": CALL / floor / 1e9,
-            "floor's threads x rows": f"{gather.threads} x {gather.rows}",
-            "fetch B/s": CALL / still / 1e9,
-            "fetch / floor": floor / still,
-            "ticking B/s": CALL / ticking / 1e9,
-            "every hit stamps B/s": CALL / stamping / 1e9,
-            "numbers B/s": CALL / numbers / 1e9,
-            "26,624: fetch µs": small * 1e6,
-        }
+        row |= {"ticking B/s": CALL / ticking / 1e9, "every hit stamps B/s": CALL / stamping / 1e9}
         if capacity == SMALL:
             report.values[f"ticking_{dim}"] = still / ticking
-            report.values[f"floor_{dim}"] = floor / still
             if dim in (32, 128):
-                report.values[f"small_{dim}"] = small * 1e6
+                report.values[f"small_{dim}"] = row["26,624: fetch µs"]
             if dim == 32:
                 report.values["beside_writer"] = measure_with_writer(report, filled, still)
             row["static B/s"] = fetch_static(report, dim, still)
         filled.close()
         del filled
-        rows.append(row | against_peers(report, dim, capacity, still, numbers))
-    report.tables[f"{CALL:,} keys, {capacity >> 20} M rows, three quarters full"] = rows
+        rows.append(row | against_peers(report, dim, capacity, row))
+    report.tables[f"{CALL:,} keys, {capacity >> 20} M rows, packed, three quarters full"] = rows
+
+
+def measure_planned(report: Report, capacity: int, dims: tuple[int, ...]) -> None:
+    """Fetches from tables as a node makes them if they fit: all rows resident, ample slots."""
+    rows, load = [], 0.0
+    for dim in dims:
+        filled = FilledTable.planned(dim, capacity)
+        filled.settle()
+        load = filled.cache.held(filled.table).shape.load
+        row, _ = fetch_row(filled)
+        filled.close()
+        rows.append(row)
+        if capacity == SMALL:
+            report.values[f"floor_{dim}"] = row["fetch / floor"]
+    title = (
+        f"{CALL:,} keys, {capacity >> 20} M rows, all resident, {load:.2f} rows a slot as planned"
+    )
+    report.tables[title] = rows
+
+
+def fetch_row(filled: FilledTable) -> tuple[dict[str, Any], float]:
+    """The rates of ``filled`` beside its floor, and the seconds of a fetch of `CALL` keys."""
+    (floor, gather), still = filled.floor_time(CALL), filled.fetch_time(CALL)
+    numbers = filled.fetch_time(CALL, form=launch.NUMBERS)
+    return {
+        "dim": filled.table.dim,
+        "floor B/s": CALL / floor / 1e9,
+        "floor's threads x rows": f"{gather.threads} x {gather.rows}",
+        "fetch B/s": CALL / still / 1e9,
+        "fetch / floor": floor / still,
+        "numbers B/s": CALL / numbers / 1e9,
+        "26,624: fetch µs": filled.fetch_time(SMALL_CALL) * 1e6,
+    }, still
 
 
 def fetch_static(report: Report, dim: int, dynamic: float) -> float:
@@ -145,10 +171,10 @@ def fetch_static(report: Report, dim: int, dynamic: float) -> float:
 
 
 def against_peers(
-    report: Report, dim: int, capacity: int, still: float, numbers: float
+    report: Report, dim: int, capacity: int, ours: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The peers' fetches at this size, judged against ours."""
-    row, rate, values = {}, CALL / still / 1e9, report.values
+    """The peers' fetches at this size, judged against ``ours``, a row of `fetch_row`."""
+    row, rate, values = {}, ours["fetch B/s"], report.values
     if capacity == SMALL:
         nve = peers.figures("nve", dim, capacity)
         if nve:
@@ -160,101 +186,14 @@ def against_peers(
             {"dim": dim, **hkv}
         )
         values[f"hkv_{dim}"] = rate / hkv["find"]
-        ours = CALL / numbers / 1e9 / hkv["find*"]
-        values["hkv_numbers"] = min(values.get("hkv_numbers", np.inf), ours)
+        numbers = ours["numbers B/s"] / hkv["find*"]
+        values["hkv_numbers"] = min(values.get("hkv_numbers", np.inf), numbers)
     if hps := peers.figures("hps", dim, capacity):
         report.tables.setdefault("HPS, B keys/s, 64 M rows", []).append({"dim": dim, **hps})
         row["HPS B/s"] = hps["query"]
         if dim == 32:
             values["hps_32"] = rate / hps["query"]
     return row
-
-
-def measure_with_writer(report: Report, filled: FilledTable, quiet: float) -> float:
-    """Fetch rate while a thread alternately updates and replaces 1 % of the rows, relative to ``quiet``.
-
-    One write begins with each fetch and ends before the next; a figure reports a writer without pauses. The
-    table stays three quarters full, since fetches from a full table take longer even without a writer. New
-    rows have other positions than the rows they replace; a figure reports the cost of that alone."""
-    changes = Changes(filled)
-    busy = fetch_during_writes(changes, paced=True)
-    before = changes.rounds
-    report.figures["writer without a pause: of the quiet rate"] = quiet / fetch_during_writes(
-        changes
-    )
-    writes = (changes.rounds - before) / (ROUNDS + WARM_UP)
-    report.figures["writer without a pause: writes of 1 % a fetch"] = writes
-    filled.settle()
-    settled = filled.fetch_time(CALL)
-    report.figures["after these writes, quiet: of the quiet rate before"] = quiet / settled
-    return quiet / busy
-
-
-class Changes:
-    """Writes of 1 % of a table's rows."""
-
-    def __init__(self, filled: FilledTable) -> None:
-        self.filled = filled
-        self.rounds = 0
-
-    def write(self) -> None:
-        filled, cp = self.filled, cupy()
-        hundredth = filled.held // 100
-        filled.version += 1
-        if self.rounds % 2:
-            filled.write(filled.keys(hundredth), "update")
-        else:
-            oldest = cp.arange(filled.first, filled.first + hundredth)
-            filled.cache.evict(filled.table, oldest)
-            filled.write(oldest + filled.held)
-            filled.first += hundredth
-        self.rounds += 1
-
-
-def fetch_during_writes(changes: Changes, *, paced: bool = False) -> float:
-    """Seconds of a fetch while a thread writes: once per fetch if ``paced``, else without a pause."""
-    cp, filled = cupy(), changes.filled
-    stop, begun = threading.Event(), cp.cuda.Event()
-    go, written = threading.Semaphore(0), threading.Semaphore(1)
-
-    def write() -> None:
-        with cp.cuda.Stream(non_blocking=True):
-            while not stop.is_set():
-                if paced:
-                    go.acquire()
-                    begun.synchronize()
-                changes.write()
-                written.release()
-
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(2e-5)  # the writer's Python must not delay the launch that is timed
-    writer = threading.Thread(target=write)
-    writer.start()
-    with cp.cuda.Stream(non_blocking=True):
-        held = filled.cache.held(filled.table)
-        out = cp.empty((CALL, filled.table.dim), np.float32)
-        misses = cp.zeros(4 + CALL, np.uint32)
-
-        def prepare() -> Any:
-            done = changes.rounds
-            if paced:
-                written.acquire()
-            while not paced and changes.rounds == done:
-                time.sleep(1e-4)
-            misses[:4] = 0
-            return filled.keys(CALL)
-
-        def fetch(keys: Any) -> None:
-            begun.record()
-            go.release()
-            filled.cache.direct.fetch(held, keys, out, misses)
-
-        busy = filled.clock.median(prepare, fetch)
-    stop.set()
-    go.release()
-    writer.join()
-    sys.setswitchinterval(usual)
-    return busy
 
 
 def measure_writes(report: Report, capacity: int, dims: tuple[int, ...]) -> None:
@@ -364,9 +303,9 @@ def run(options: Options) -> Report:
     for peer, why in peers.build().items():
         report.notes.append(f"{peer} was not run: {why}.")
     dims = (8, 32) if options.quick else DIMS
-    measure_fetch(report, SMALL, dims)
-    if not options.quick:
-        measure_fetch(report, LARGE, dims)
+    for capacity in (SMALL,) if options.quick else (SMALL, LARGE):
+        measure_fetch(report, capacity, dims)
+        measure_planned(report, capacity, dims)
     measure_writes(report, SMALL if options.quick else LARGE, dims[:3])
     measure_policies(report, SMALL)
     measure_pinned(report)
@@ -390,6 +329,7 @@ BENCHMARK = Benchmark(
     helpers=(
         *("benchmarks/common.py", "benchmarks/measure.py", "benchmarks/gpu.py"),
         *("benchmarks/gpu_gather.py", "benchmarks/gpu_gather.cu"),
+        "benchmarks/gpu_fetch_during_writes.py",
         *("benchmarks/gpu_policies.py", "benchmarks/gpu_serving.py"),
         *(f"benchmarks/peers/gpu{name}" for name in (".py", "_common.cuh")),
         *(f"benchmarks/peers/gpu_{peer.name}.cu" for peer in peers.PEERS),
