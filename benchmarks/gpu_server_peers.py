@@ -28,7 +28,7 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from benchmarks.gpu_server_scene import (
     running_server,
     write_scene,
 )
-from benchmarks.gpu_server_triton import LOOKUPS, NETWORKS, running_triton
+from benchmarks.gpu_server_triton import Instances, running_triton
 from benchmarks.gpu_serving import NAMES
 from benchmarks.measure import versions
 from benchmarks.native_load import Callers, run_load
@@ -173,11 +173,11 @@ def measure_perf_analyzer(
     }
 
 
-def measure_triton(bench: Bench, scene: Scene, ours: Cells, *, gpu: bool) -> None:
+def measure_triton(bench: Bench, scene: Scene, ours: Cells, instances: Instances) -> None:
     """Triton's cells beside ``ours``; a note if it does not start."""
     with ExitStack() as stack:
         try:
-            target = stack.enter_context(running_triton(scene, bench.cores, gpu=gpu))
+            target = stack.enter_context(running_triton(scene, bench.cores, instances))
         except RuntimeError as error:
             bench.report.notes.append(f"Triton was not measured: {error}")
             return
@@ -215,14 +215,13 @@ def run(options: Options) -> Report:
         extent = Extent(float(options.extra.get("seconds") or 1.0), BATCHES, CALLERS)
     bench = Bench(report, extent, cores, workers)
     parts = str(options.extra.get("parts") or "generators,triton").split(",")
+    lookups, networks = str(options.extra.get("triton_instances") or "4,2").split(",")
     network_on_gpu = has_gpu and options.extra.get("triton_network") != "cpu"
+    instances = Instances(int(lookups), int(networks), network_on_gpu)
     report.figures |= {
         "cores": {"server": cores.server, "load generators": cores.load},
         "workers": workers,
-        "Triton": {
-            "instances": {"lookups": LOOKUPS, "network": NETWORKS},
-            "network on": "GPU" if network_on_gpu else "CPU",
-        },
+        "Triton's instances": asdict(instances),
         "versions": versions("numpy", "onnxruntime", "onnxruntime-gpu", "grpcio", "uvicorn"),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -236,7 +235,7 @@ def run(options: Options) -> Report:
             if "generators" in parts:
                 measure_generators(bench, target, scene)
         if "triton" in parts:
-            measure_triton(bench, scene, ours, gpu=network_on_gpu)
+            measure_triton(bench, scene, ours, instances)
     report.values["wrong"] = float(bench.faults)
     return report
 
@@ -269,6 +268,10 @@ BENCHMARK = Benchmark(
         "--workers": {"type": int, "help": "of our server (default: as benchmarks.gpu_server)"},
         "--seconds": {"type": float, "help": "of each cell (default 1)"},
         "--parts": {"help": "generators, triton or both, separated by a comma (default: both)"},
+        "--triton-instances": {
+            "metavar": "LOOKUPS,NETWORKS",
+            "help": "of lookups and of the network in Triton (default 4,2)",
+        },
         "--triton-network": {"choices": ("cpu", "gpu"), "help": "where Triton runs the network"},
     },
 )

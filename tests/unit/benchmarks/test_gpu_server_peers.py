@@ -23,7 +23,7 @@ from benchmarks.gpu_server_peers import (
     perf_analyzer_steps,
 )
 from benchmarks.gpu_server_scene import PROTOCOLS, Cores, Scene, write_anchor
-from benchmarks.gpu_server_triton import write_triton
+from benchmarks.gpu_server_triton import Instances, write_triton
 
 SCENE = Scene(None, "m", 1000, 32)
 TARGET = Target("ours", {"rest": "127.0.0.1:1", "grpc": "127.0.0.1:2"})
@@ -87,7 +87,7 @@ def test_triton_that_does_not_start_is_noted(monkeypatch, bench):
         yield
 
     monkeypatch.setattr(gpu_server_peers, "running_triton", fail)
-    measure_triton(bench, SCENE, cells(1, 1), gpu=True)
+    measure_triton(bench, SCENE, cells(1, 1), Instances())
     assert bench.report.notes == ["Triton was not measured: failed to load all models"]
     assert bench.report.values == {}
 
@@ -114,10 +114,11 @@ def test_ours_is_divided_by_tritons():
 @pytest.mark.parametrize("gpu", [False, True])
 def test_repository_has_the_ensemble_and_the_network_of_this_benchmark(tmp_path, gpu):
     scene = write_anchor(tmp_path, 10)
-    write_triton(scene, tmp_path / "triton", gpu=gpu)
+    write_triton(scene, tmp_path / "triton", Instances(3, 5, gpu))
     text = (tmp_path / "triton/dlrm.dense/config.pbtxt").read_text()
     (group,) = text_format.Parse(text, model_config_pb2.ModelConfig()).instance_group
     assert group.kind == (group.KIND_GPU if gpu else group.KIND_CPU)
+    assert group.count == 5
     assert list(group.gpus) == ([0] if gpu else [])
     assert "CUDA" in (tmp_path / "triton/dlrm.dense/1/model.py").read_text()
     assert (tmp_path / "triton/dlrm.dense/1/dense.onnx").exists()
