@@ -1,19 +1,17 @@
-"""The GPU cache's public calls against its kernel alone: `GpuCache.fetch` and `Node.lookup_on_device`.
+"""The GPU cache's public calls against its kernel alone: fetches, lookups and predictions on a device.
 
 Keys are random among all rows of a table, on the device or on the host; vectors stay on the device. Times
 are those of whole calls by the host's clock, medians, with an idle device before each. `direct` is
 `cache.direct`, which launches the kernel for device keys, and a wait for its end. The host's time of a call
-is its time less the time in which it waits for the device. Calls with host keys are compared with a copy of
-the keys from pinned memory and `direct`; a copy from ordinary memory, where callers have them, is shown
-beside it. Rows missing on the device are in the CPU cache."""
+is its time less the time in which it waits for the device; `bare launch` is that of the driver's calls alone,
+a launch and an event, which the machine decides. Calls with host keys are compared with `direct` and a copy
+of the keys over the bus before it: from pinned memory, or from ordinary memory (`cupy.asarray`), where
+callers have them. Rows missing on the device are in the CPU cache."""
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +22,11 @@ import numpy as np
 import hps
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.gpu import DeviceClock
+from benchmarks.gpu_public_predict import BARS as PREDICT_BARS
+from benchmarks.gpu_public_predict import measure_predictions
+from benchmarks.host_clock import host_us, median_us
 from benchmarks.measure import versions
 from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
-from hps.cuda import fetch, vector_fetch
 from hps.cuda.loader import cupy, missing_requirement
 from hps.models.version_writer import write_version
 from hps.tiers.base import FetchContext, Part
@@ -54,16 +54,18 @@ BARS = (
     ),
     *(
         Bar(
-            f"host_{call}_{dim}_{n}",
-            f"{call}, host keys / bus copy + direct, dim {dim}, {n:,} keys",
+            f"{memory}_{call}_{dim}_{n}",
+            f"{call}, host keys / (bus copy from {memory} memory + direct), dim {dim}, {n:,} keys",
             at_most=1.1,
         )
+        for memory in ("ordinary", "pinned")
         for call in ("fetch", "lookup")
         for dim in ROWS
         for n in SIZES
         if n >= LARGE
     ),
     Bar("missing_30", "lookup_on_device, dim 32, 30 % missing, M keys/s", at_least=400.0),
+    *PREDICT_BARS,
 )
 
 
@@ -102,42 +104,6 @@ def write_model(folder: Path, dim: int) -> None:
     )
 
 
-def median_us(call: Callable[[Any], Any], sets: list[Any], calls: int) -> float:
-    """Median microseconds of ``call`` on the host's clock, the device idle before each call."""
-    times, stream = [], cupy().cuda.get_current_stream()
-    for i in range(calls + 10):
-        stream.synchronize()
-        start = time.perf_counter()
-        call(sets[i % len(sets)])
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[10:]) * 1e6
-
-
-def host_us(call: Callable[[Any], Any], sets: list[Any], calls: int) -> float:
-    """Median microseconds of ``call`` in which the host does not wait for the device."""
-    from hps.native import launching  # of the compiled core
-
-    modules, waits, times = (fetch, vector_fetch), [0.0], []
-    wait_for_event = launching.wait_for_event
-
-    def timed_wait(event: int) -> None:
-        start = time.perf_counter()
-        wait_for_event(event)
-        waits[0] += time.perf_counter() - start
-
-    for module in modules:
-        setattr(module, "wait_for_event", timed_wait)  # noqa: B010 # for type checkers
-    try:
-        for i in range(calls + 10):
-            waits[0], start = 0.0, time.perf_counter()
-            call(sets[i % len(sets)])
-            times.append(time.perf_counter() - start - waits[0])
-    finally:
-        for module in modules:
-            setattr(module, "wait_for_event", wait_for_event)  # noqa: B010 # likewise
-    return statistics.median(times[10:]) * 1e6
-
-
 class Calls:
     """The compared calls for ``n`` keys of ``opened``."""
 
@@ -153,6 +119,7 @@ class Calls:
         self.misses = cp.zeros(4 + n, np.uint32)
         self.missing = np.arange(n)
         self.stream = cp.cuda.get_current_stream()
+        self.prepared = opened.cache.prepare_vectors([(opened.table, n)], [0], [True])
 
     def direct(self, keys: Any) -> None:
         self.opened.cache.direct.fetch(self.held, keys, self.out, self.misses)
@@ -166,6 +133,10 @@ class Calls:
     def lookup(self, keys: Any) -> None:
         self.opened.node.lookup_on_device("m", {"t": keys})
 
+    def bare_launch(self, keys: Any) -> None:
+        self.prepared.launch(self.stream, self.out.data.ptr, [keys])
+        self.prepared.chunks[0].wait(self.stream)
+
     def bus_copy(self, _keys: Any) -> None:
         copy = cupy().cuda.runtime.memcpyAsync
         copy(self.copied.data.ptr, self.pinned.ptr, 8 * self.n, 1, self.stream.ptr)
@@ -176,7 +147,7 @@ class Calls:
         self.stream.synchronize()
 
     def kernel_us(self) -> float:
-        """Microseconds of the kernel on the device."""
+        """Return microseconds of the kernel on the device."""
         turn = iter(range(1 << 30))
 
         def launch(keys: Any) -> None:
@@ -193,15 +164,18 @@ def measure_resident(report: Report, opened: Opened, seed: int) -> None:
         direct = median_us(calls.direct, calls.device, calls.count)
         bus = median_us(calls.bus_copy, calls.host, calls.count)
         plain = median_us(calls.plain_copy, calls.host, calls.count)
-        row = {"dim": dim, "keys": n, "kernel µs": kernel, "direct µs": direct, "bus copy µs": bus}
-        row["bus copy, ordinary memory, µs"] = plain
+        row = {"dim": dim, "keys": n, "kernel µs": kernel, "direct µs": direct}
+        row |= {"bus copy, pinned memory, µs": bus, "bus copy, ordinary memory, µs": plain}
+        row["bare launch µs"] = median_us(calls.bare_launch, calls.device, calls.count)
+        row["bare launch: host's µs"] = host_us(calls.bare_launch, calls.device, calls.count)
         for name, call in (("fetch", calls.fetch), ("lookup", calls.lookup)):
             on_device = median_us(call, calls.device, calls.count)
             on_host = median_us(call, calls.host, calls.count)
             row |= {f"{name}, device keys µs": on_device, f"{name}, host keys µs": on_host}
             if n >= LARGE:
                 report.values[f"{name}_{dim}_{n}"] = on_device / direct
-                report.values[f"host_{name}_{dim}_{n}"] = on_host / (bus + direct)
+                for memory, copied in (("ordinary", plain), ("pinned", bus)):
+                    report.values[f"{memory}_{name}_{dim}_{n}"] = on_host / (copied + direct)
             else:
                 own = host_us(call, calls.device, calls.count)
                 row[f"{name}, device keys: host's µs"] = own
@@ -256,6 +230,7 @@ def run(options: Options) -> Report:
                     measure_resident(report, opened, options.seed)
                     if dim == 32:
                         measure_missing(report, opened, 0.0, options.seed)
+    measure_predictions(report, options.seed, quick=options.quick)
     return report
 
 
@@ -268,10 +243,18 @@ BENCHMARK = Benchmark(
         "hps/cuda",
         "hps/tiers/gpu",
         "hps/lookup/gpu",
-        *("hps/native/src/miss_gather.cpp", "hps/native/src/worker_pool.cpp"),
+        *("hps/native/src/fetch_launch.cpp", "hps/native/src/miss_gather.cpp"),
+        *("hps/native/src/worker_pool.cpp", "hps/predict", "hps/dense"),
         *("hps/node/node.py", "hps/array_inputs.py"),
     ),
-    helpers=("benchmarks/common.py", "benchmarks/measure.py", "benchmarks/gpu.py"),
+    helpers=(
+        *("benchmarks/common.py", "benchmarks/measure.py", "benchmarks/gpu.py"),
+        *(
+            "benchmarks/gpu_public_predict.py",
+            "benchmarks/gpu_serving.py",
+            "benchmarks/host_clock.py",
+        ),
+    ),
     missing_requirement=missing_requirement,
 )
 

@@ -37,18 +37,20 @@ constexpr int PARTS = 32;
 struct FetchArgs {
   u32* misses;
   u32* miss_count;
-  u32* done;       // with result: (1,), the number of blocks that have ended
-  u32* result;     // in host memory, or null: receives miss_count, which is reset to zero
-  u32* later;      // SWEEP: (total,) rows deferred to sweep_kernel, else NO_ROW
+  u32* done;    // with result: (1,), the number of blocks that have ended
+  u64* result;  // in host memory, or null: receives miss_count, which is reset to zero; see report
+  u32* later;   // SWEEP: (total,) rows deferred to sweep_kernel, else NO_ROW
   u64* miss_keys;  // or null: VECTORS writes the missing keys, in the order of misses
   u32 parts;
   unsigned short window;        // sweep_kernel: the window of pinned host memory to read
   unsigned short window_shift;  // a window's bytes: 1 << this
+  u32 sequence;                 // of this launch, for `result`
+  u32 unused;
   FetchPart part[PARTS];
 };
 
 static_assert(sizeof(FetchPart) == 120, "must equal launch.FETCH_PART");
-static_assert(sizeof(FetchArgs) == 56 + PARTS * 120, "must equal launch.FETCH_ARGS");
+static_assert(sizeof(FetchArgs) == 64 + PARTS * 120, "must equal launch.FETCH_ARGS");
 
 constexpr int ROWS = 0;     // rows only
 constexpr int TIER = 1;     // rows, versions, sources; tombstones end the search
@@ -344,6 +346,13 @@ __device__ constexpr int resident_blocks(int units, int form) {
   return units == 32 ? 4 : is_batched(form) ? 6 : 8;
 }
 
+// Reports the number of misses and, above it, the launch's sequence number to the host, which may
+// poll `result`: the launch then reads and writes nothing any more.
+__device__ __forceinline__ void report(u64* result, u32 missed, u32 sequence) {
+  __threadfence_system();
+  *(volatile u64*)result = (u64)sequence << 32 | missed;
+}
+
 template <int T, int UNIT, int UNITS, int FORM, bool STAMP, bool SWEEP>
 __global__ void __launch_bounds__(BLOCK, resident_blocks(UNITS, FORM))
     fetch_kernel(const __grid_constant__ FetchArgs a) {
@@ -355,8 +364,8 @@ __global__ void __launch_bounds__(BLOCK, resident_blocks(UNITS, FORM))
     if (threadIdx.x) return;
     __threadfence();
     if (atomicAdd(a.done, 1u) == gridDim.x - 1) {
-      *a.result = atomicExch(a.miss_count, 0u);
       *a.done = 0;
+      report(a.result, atomicExch(a.miss_count, 0u), a.sequence);
     }
   }
 }
@@ -384,13 +393,16 @@ __global__ void __launch_bounds__(BLOCK) sweep_kernel(const __grid_constant__ Fe
 // resets it to zero.
 struct CountArgs {
   u32* miss_count;
-  u32* result;  // in host memory
+  u64* result;  // in host memory
+  u32 sequence;
+  u32 unused;
 };
 
-static_assert(sizeof(CountArgs) == 16, "must equal launch.COUNT_ARGS");
+static_assert(sizeof(CountArgs) == 24, "must equal launch.COUNT_ARGS");
 
 __global__ void __launch_bounds__(BLOCK) count_kernel(const __grid_constant__ CountArgs a) {
   if (threadIdx.x) return;
-  *a.result = *a.miss_count;
+  const u32 missed = *a.miss_count;
   *a.miss_count = 0;
+  report(a.result, missed, a.sequence);
 }

@@ -33,12 +33,11 @@ from hps.cuda.table import GpuTable
 from hps.native import COMPILED
 
 if COMPILED:
-    from hps.native.launching import launch as launch_kernel
-    from hps.native.launching import wait_for_event
+    from hps.native.launching import FetchLaunch
 
-# FETCH_PART, packed in one call: setting the fields one by one takes longer than the fetch.
 _PLANS_KEPT = 64
 _NO_MISSES = np.empty(0, np.uint32)
+# FETCH_PART, packed in one call.
 PART = struct.Struct("<10Q10I")
 PARTS_AT = FETCH_ARGS.fields["part"][1]  # type: ignore[index] # None for a plain dtype
 
@@ -93,105 +92,116 @@ class FetchWorkspace:
         """``copy`` copies host arrays to pinned memory."""
         cp = cupy()
         self.staging = StagingBuffer(copy)
-        self._misses = MissList()
+        self.misses = MissList()
         self.counts = cp.zeros(2, np.uint32)
-        self._pinned = cp.cuda.alloc_pinned_memory(4)
-        self.result = np.frombuffer(self._pinned, np.uint32, 1)
+        self._pinned = cp.cuda.alloc_pinned_memory(8)
+        self.result = np.frombuffer(self._pinned, np.uint32, 2)
+        self.result[:] = 0
         self.result_at = self._pinned.ptr
         self._plans: dict[tuple[int, bool, tuple[GpuTable, ...]], _Plan] = {}
-        self._args = KernelStruct(FETCH_ARGS)
-        self._args["miss_count"] = self.counts.data.ptr
-        self._args["done"] = self.counts.data.ptr + 4
-        self._count, self._count_args = kernel("count_kernel"), KernelStruct(launch.COUNT_ARGS)
-        self._count_args["miss_count"] = self.counts.data.ptr
-        self._count_args["result"] = self.result_at
-        self._args_at = int(self._args.array.ctypes.data)
+        self.count, self.count_args = kernel("count_kernel"), KernelStruct(launch.COUNT_ARGS)
+        self.count_args["miss_count"] = self.counts.data.ptr
+        self.count_args["result"] = self.result_at
         self._later: Any = None
         cp.cuda.get_current_stream().synchronize()
 
     def fetch(
-        self, readers: ReaderEvents, stream: Any, requests: Sequence[FetchArguments], code: int
+        self, readers: ReaderEvents, stream: Any, requests: Sequence[FetchArguments]
     ) -> NDArray[np.uint32]:
         """Run ``requests`` (1 … PARTS of them, none empty) on ``stream`` and wait for it.
 
         They have versions all or none: without, deleted keys are misses. Returns the misses, ascending,
         as positions in the batch: all keys of the requests, one after the other.
         """
-        staging = self.staging
         needed, total = 0, 0
         for request in requests:
             needed += staging_bytes(request.keys, request.positions)
             total += request.n
-        staging.begin(needed, in_place=True)
+        self.staging.begin(needed, in_place=True)
         form = launch.VECTORS if requests[0].versions is None else launch.TIER
         plan = self._plan(form, total, tuple([request.table for request in requests]))
-        blocks, run = self._fill(requests, code, plan)
-        self._args["misses"] = self._misses.reserve(total)
-        windows = windows_of(plan.host_bytes, total)
-        if windows > 1 and (self._later is None or len(self._later) < total):
-            self._later = cupy().empty(1 << (total - 1).bit_length(), np.uint32)
-        self._run(readers, stream, run, blocks, windows, total)
-        missed = int(self.result[0])
-        return np.sort(self._misses.read(missed, stream)) if missed else _NO_MISSES
+        if plan.native is not None and windows_of(plan.host_bytes, total) == 1:
+            missed = self._run_native(readers, stream, requests, plan, total)
+        else:
+            missed = self._run(readers, stream, requests, plan, total)
+        return np.sort(self.misses.read(missed, stream)) if missed else _NO_MISSES
+
+    def _run_native(
+        self,
+        readers: ReaderEvents,
+        stream: Any,
+        requests: Sequence[FetchArguments],
+        plan: _Plan,
+        total: int,
+    ) -> int:
+        """Launch the fetch of ``total`` keys, and wait for it; return the number of its misses."""
+        put, addresses, parts = self.staging.put, plan.row_bytes, []
+        for request in requests:
+            out = request.out.data.ptr
+            addresses |= out
+            parts.append(
+                (
+                    put(request.keys),
+                    put(request.positions),
+                    out,
+                    0 if request.versions is None else request.versions.data.ptr,
+                    0 if request.source is None else request.source.data.ptr,
+                    request.oldest_tombstone,
+                    request.n,
+                )
+            )
+        for table in plan.timed:
+            table.publish_now()
+        native = plan.native
+        native.run_parts(
+            plan.kernels(unit_of(addresses)).one().address,
+            BLOCK // plan.tile,
+            parts,
+            self.misses.reserve(total),
+            stream.ptr,
+            readers.end_of(stream).ptr,
+            total >= launch.COUNTED_BEHIND,
+        )
+        missed: int = native.wait()
+        return missed
 
     def _run(
         self,
         readers: ReaderEvents,
         stream: Any,
-        run: FetchKernels,
-        blocks: int,
-        windows: int,
+        requests: Sequence[FetchArguments],
+        plan: _Plan,
         total: int,
-    ) -> None:
-        """Launch the fetch of ``total`` keys, and wait for it and for the number of its misses."""
+    ) -> int:
+        """Like `_run_native`, without the compiled core or in several windows."""
+        blocks, run = self._fill(requests, plan)
+        args, windows = plan.args, windows_of(plan.host_bytes, total)
+        if windows > 1 and (self._later is None or len(self._later) < total):
+            self._later = cupy().empty(1 << (total - 1).bit_length(), np.uint32)
         behind = total >= launch.COUNTED_BEHIND
-        self._args["result"] = 0 if behind else self.result_at
-        if COMPILED and windows == 1:
-            end = readers.end_of(stream).ptr
-            launch_kernel(run.one().address, blocks, BLOCK, self._args_at, stream.ptr, end)
-            if behind:
-                count, args = self._count.address, self._count_args.array.ctypes.data
-                launch_kernel(count, 1, BLOCK, args, stream.ptr, end)
-            wait_for_event(end)
-        else:
-            readers.run(
-                stream, lambda: run.launch(blocks, self._args, stream, windows, self._later)
-            )
-            if behind:
-                self._count.launch(1, self._count_args, stream.ptr)
-            stream.synchronize()
+        args["misses"] = self.misses.reserve(total)
+        args["result"] = 0 if behind else self.result_at
+        readers.run(stream, lambda: run.launch(blocks, args, stream, windows, self._later))
+        if behind:
+            self.count.launch(1, self.count_args, stream.ptr)
+        stream.synchronize()
+        return int(self.result[0])
 
-    def _fill(
-        self, requests: Sequence[FetchArguments], code: int, plan: _Plan
-    ) -> tuple[int, FetchKernels]:
+    def _fill(self, requests: Sequence[FetchArguments], plan: _Plan) -> tuple[int, FetchKernels]:
         """Fill the arguments and the staging buffer; return the blocks to launch and the kernels."""
         base, blocks, addresses = 0, 0, plan.row_bytes
-        data, at, put = self._args.array.data, PARTS_AT, self.staging.put
-        for request in requests:
-            table, out = request.table, request.out.data.ptr
-            PART.pack_into(
-                data,
-                at,
-                *table.pointers,
-                put(request.keys),
-                put(request.positions),
-                out,
-                0 if request.versions is None else request.versions.data.ptr,
-                0 if request.source is None else request.source.data.ptr,
-                request.oldest_tombstone,
-                *table.sizes,
-                request.n,
-                base,
-                blocks,
-                table.now,
-                table.stamping,
-                code,
-            )
-            at += PART.size
+        put, parts = self.staging.put, plan.args["part"]
+        for index, request in enumerate(requests):
+            table, out, part = request.table, request.out.data.ptr, parts[index]
+            part["keys"], part["positions"] = put(request.keys), put(request.positions)
+            part["out"], part["n"], part["base"] = out, request.n, base
+            part["versions"] = 0 if request.versions is None else request.versions.data.ptr
+            part["source"] = 0 if request.source is None else request.source.data.ptr
+            part["oldest_tombstone"] = request.oldest_tombstone
+            part["first_block"], part["now"] = blocks, table.now
             addresses |= out
             base += request.n
             blocks += blocks_of(request.n, plan.tile)
-        self._args["parts"] = len(requests)
         return blocks, plan.kernels(unit_of(addresses))
 
     def _plan(self, form: int, keys: int, tables: tuple[GpuTable, ...]) -> _Plan:
@@ -200,7 +210,7 @@ class FetchWorkspace:
         plan = self._plans.get((form, many, tables))
         if plan is None:
             key = form, many, tables
-            plan = memoize(self._plans, key, _Plan(form, keys, tables), _PLANS_KEPT)
+            plan = memoize(self._plans, key, _Plan(self, form, keys, tables), _PLANS_KEPT)
         return plan
 
 
@@ -246,9 +256,13 @@ class FetchKernels:
 
 
 class _Plan:
-    """The fixed part of launches over some tables. ``row_bytes``: their sizes combined by bitwise or."""
+    """The fixed part of launches over some tables. ``row_bytes``: their sizes combined by bitwise or.
 
-    def __init__(self, form: int, keys: int, tables: Sequence[GpuTable]) -> None:
+    ``timed``: the tables whose epochs end by time. ``native``: launches by the compiled core, or None."""
+
+    def __init__(
+        self, workspace: FetchWorkspace, form: int, keys: int, tables: Sequence[GpuTable]
+    ) -> None:
         self._form = form
         sizes = {table.table.row_bytes for table in tables}
         self.row_bytes = reduce(or_, sizes)
@@ -257,6 +271,23 @@ class _Plan:
         self._stamp = any(table.stamping for table in tables)
         self._kernels: dict[int, FetchKernels] = {}
         self.host_bytes = max(table.shape.host_bytes for table in tables)
+        self.timed = [table for table in tables if table.is_timed]
+        self.args = args = KernelStruct(FETCH_ARGS)
+        args["miss_count"] = workspace.counts.data.ptr
+        args["done"] = workspace.counts.data.ptr + 4
+        args["parts"] = len(tables)
+        for index, table in enumerate(tables):
+            PART.pack_into(
+                args.array.data,
+                PARTS_AT + index * PART.size,
+                *(*table.pointers, 0, 0, 0, 0, 0, 0, *table.sizes),
+                *(0, 0, 0, 0, table.stamping, launch.GPU_CODE),
+            )
+        self.native: Any = None
+        if COMPILED:
+            count, count_args = workspace.count.address, workspace.count_args.array.ctypes.data
+            now = [table.now_cell.ctypes.data for table in tables]
+            self.native = FetchLaunch.make(args.array.ctypes.data, count, count_args, now)
 
     def kernels(self, unit: int) -> FetchKernels:
         kernels = self._kernels.get(unit)

@@ -31,6 +31,8 @@ FETCH_ARGS = np.dtype(
         ("parts", np.uint32),
         ("window", np.uint16),
         ("window_shift", np.uint16),
+        ("sequence", np.uint32),
+        ("unused", np.uint32),
         ("part", FETCH_PART, PARTS),
     ],
     align=True,
@@ -123,7 +125,12 @@ PLACE_ARGS = np.dtype(
     ],
     align=True,
 )
-COUNT_ARGS = np.dtype([("miss_count", np.uint64), ("result", np.uint64)])
+COUNT_ARGS = np.dtype(
+    [
+        *((name, np.uint64) for name in ("miss_count", "result")),
+        *((name, np.uint32) for name in ("sequence", "unused")),
+    ]
+)
 COUNTED_BEHIND = 1 << 16
 """From so many keys on a launch behind the fetch reports its misses: counting the blocks that have ended
 delays each block until its slowest key is done."""

@@ -24,7 +24,7 @@ class MissBatch:
     Each part begins at its entry of ``bases (tables,)``. ``positions (m,)`` are those of the missing keys;
     ``keys`` are these keys if ``listed``, else all keys of the batch. ``rows (m, stride) uint8`` takes a row
     each in its first bytes, ``sources (m,)`` its source code, or `UNANSWERED`; ``counts (tables, 2)`` is
-    increased by the table's misses and rows found."""
+    increased by the table's misses and rows found. The batch is one of several slices of ``total`` misses."""
 
     tables: Sequence[EmbeddingTable]
     bases: NDArray[np.uint32]
@@ -34,6 +34,7 @@ class MissBatch:
     rows: NDArray[np.uint8]
     sources: NDArray[np.uint8]
     counts: NDArray[np.uint32]
+    total: int
 
 
 Gather = Callable[[MissBatch], int]
@@ -75,33 +76,33 @@ class MissRows:
             own = np.zeros((len(chunk.tables), 2), np.uint32)
             for start in range(0, missing, SLICE_ROWS):
                 stop = min(missing, start + SLICE_ROWS)
-                unanswered = self._fill_slice(chunk, start, stop, stream, gather, own)
+                batch = self._begin_slice(chunk, start, stop, own, missing)
+                unanswered = self._fill_slice(chunk, start, batch, stream, gather)
                 if len(unanswered):
                     left.append((chunk, unanswered))
             counts[chunk.indices] += own
         return MissReport(counts, _by_table(fetch, left) if left else None)
 
-    def _fill_slice(
-        self,
-        chunk: Any,
-        start: int,
-        stop: int,
-        stream: Any,
-        gather: Gather,
-        counts: NDArray[np.uint32],
-    ) -> NDArray[np.uint32]:
-        """Fill the misses from ``start`` to ``stop``; return the positions of keys without a row."""
+    def _begin_slice(
+        self, chunk: Any, start: int, stop: int, counts: NDArray[np.uint32], total: int
+    ) -> MissBatch:
+        """Return the misses from ``start`` to ``stop`` of ``total``, with the next buffer for their rows."""
         self._buffers.reverse()
-        buffer, n = self._buffers[0], stop - start
-        rows, sources = buffer.begin(n, chunk.stride)
+        rows, sources = self._buffers[0].begin(stop - start, chunk.stride)
         positions, keys, listed = chunk.misses(start, stop)
-        batch = MissBatch(chunk.tables, chunk.bases, keys, positions, listed, rows, sources, counts)
+        tables, bases = chunk.tables, chunk.bases
+        return MissBatch(tables, bases, keys, positions, listed, rows, sources, counts, total)
+
+    def _fill_slice(
+        self, chunk: Any, start: int, batch: MissBatch, stream: Any, gather: Gather
+    ) -> NDArray[np.uint32]:
+        """Fill the misses of ``batch``, from ``start`` on; return the positions of keys without a row."""
+        buffer, n = self._buffers[0], len(batch.positions)
         unanswered = gather(batch)
         if unanswered < n:
             chunk.place(stream, start, n, buffer.rows_at, buffer.sources_at)
             buffer.sent.record(stream)
-        left: NDArray[np.uint32] = positions[sources == UNANSWERED] if unanswered else _NONE
-        return left
+        return batch.positions[batch.sources == UNANSWERED] if unanswered else _NONE
 
 
 _NONE = np.empty(0, np.uint32)

@@ -24,7 +24,7 @@ from hps.cuda.launch import (
     units_of,
     windows_of,
 )
-from hps.cuda.loader import BLOCK, CudaKernel, KernelStruct, cupy, kernel
+from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
 from hps.cuda.prepared import address_of
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.scatter import tile_of_rows
@@ -33,8 +33,7 @@ from hps.native import COMPILED
 from hps.types import KeyArray
 
 if COMPILED:
-    from hps.native.launching import KernelLaunch, wait_for_event
-    from hps.native.launching import launch as launch_kernel
+    from hps.native.launching import FetchLaunch
 
 CHUNK_KEYS = 1 << 18
 """Keys on the host are copied to pinned memory in chunks of so many, while the device, which reads them
@@ -155,17 +154,15 @@ class _Chunk:
     def _prepare_results(self, n: int) -> None:
         cp = cupy()
         self._counts = cp.zeros(2, np.uint32)
-        self._result, result_at = _pinned(1, np.uint32)
+        self._result, result_at = _pinned(2, np.uint32)
         self._positions, self.positions_at = _pinned(n, np.uint32)
         self._miss_keys, keys_at = _pinned(n, np.int64, needed=self._fetch.lists_keys)
         self._end = cp.cuda.Event(disable_timing=True)
         self._args = args = KernelStruct(FETCH_ARGS)
         args["misses"], args["miss_keys"] = self.positions_at, keys_at
-        args["miss_count"] = self._counts.data.ptr
-        self._count: CudaKernel | None = None
-        if n < COUNTED_BEHIND:
-            args["result"], args["done"] = result_at, self._counts.data.ptr + 4
-            return
+        args["miss_count"], args["done"] = self._counts.data.ptr, self._counts.data.ptr + 4
+        self._is_counted_behind = n >= COUNTED_BEHIND
+        args["result"] = 0 if self._is_counted_behind else result_at
         self._count, self._count_args = kernel("count_kernel"), KernelStruct(COUNT_ARGS)
         self._count_args["miss_count"], self._count_args["result"] = args["miss_count"], result_at
 
@@ -204,28 +201,27 @@ class _Chunk:
         self._windows = windows_of(max(table.shape.host_bytes for table in held), n)
         self._later = cupy().empty(n, np.uint32) if self._windows > 1 else None
         self._addresses = [0] * len(self._device_parts)
+        self._timed = [table for table in held if table.is_timed]
         self._native = self._native_launch() if self._windows == 1 else None
 
     def _native_launch(self) -> Any:
-        """Return the launch for the compiled core; None if it is missing or does not suit."""
-        if not COMPILED or any(table.is_timed for table in self._held):
+        """Return the launches by the compiled core; None if it is missing."""
+        if not COMPILED:
             return None
-        outs, keys, now = (
-            [address_of(field[i : i + 1]) for i in range(len(self._held))]
-            for field in (self._outs, self._keys, self._now)
+        native = FetchLaunch.make(
+            address_of(self._args.array),
+            self._count.address,
+            address_of(self._count_args.array),
+            [address_of(table.now_cell) for table in self._held],
         )
-        return KernelLaunch.make(
+        native.prepare_block(
             self._kernels.one().address,
             self._blocks,
-            BLOCK,
-            address_of(self._args.array),
-            list(zip(outs, self._offsets.tolist(), strict=True)),
-            [keys[part] for part, _, _ in self._device_parts],
-            [
-                (field, address_of(table.now_cell))
-                for field, table in zip(now, self._held, strict=True)
-            ],
+            self._is_counted_behind,
+            self._offsets.tolist(),
+            [part for part, _, _ in self._device_parts],
         )
+        return native
 
     def _prepare_place(self) -> None:
         self.stride = -(-max(table.row_bytes for table in self.tables) // 16) * 16
@@ -261,22 +257,18 @@ class _Chunk:
             self._limit(used)
         readers = self._fetch.readers
         if self._native is not None:
-            end = readers.end_of(stream)
-            self._native.run(stream.ptr, end.ptr, block, self._addresses)
-            if self._count is not None:
-                args = address_of(self._count_args.array)
-                launch_kernel(self._count.address, 1, BLOCK, args, stream.ptr, end.ptr)
-            self._waits_for = end.ptr
-        else:
-            for (part, _, _), address in zip(self._device_parts, self._addresses, strict=True):
-                self._keys[part] = address
-            self._now[:] = [table.now for table in self._held]
-            np.add(self._offsets, np.uint64(block), out=self._outs)
-            readers.run(stream, partial(self._run, stream))
-            if self._count is not None:
-                self._count.launch(1, self._count_args, stream.ptr)
-        if len(self._fetch.chunks) > 1:
-            self._end.record(stream)
+            for table in self._timed:
+                table.publish_now()
+            self._native.run_block(block, self._addresses, stream.ptr, readers.end_of(stream).ptr)
+            return
+        for (part, _, _), address in zip(self._device_parts, self._addresses, strict=True):
+            self._keys[part] = address
+        self._now[:] = [table.now for table in self._held]
+        np.add(self._offsets, np.uint64(block), out=self._outs)
+        readers.run(stream, partial(self._run, stream))
+        if self._is_counted_behind:
+            self._count.launch(1, self._count_args, stream.ptr)
+        self._end.record(stream)
 
     def _limit(self, used: NDArray[np.int64] | None) -> None:
         """Fetch only the first ``used (tables,)`` keys of each table of the fetch; None: all."""
@@ -290,12 +282,10 @@ class _Chunk:
 
     def wait(self, stream: Any) -> int:
         """Wait until the chunk is fetched; return the number of its misses."""
-        if len(self._fetch.chunks) > 1:
-            self._end.synchronize()
-        elif self._native is not None:
-            wait_for_event(self._waits_for)
-        else:
-            stream.synchronize()
+        if self._native is not None:
+            missed: int = self._native.wait()
+            return missed
+        self._end.synchronize()
         return int(self._result[0])
 
     def misses(self, start: int, stop: int) -> tuple[NDArray[np.uint32], KeyArray, bool]:

@@ -139,37 +139,49 @@ def copy_keys(
 ) -> int:
     """See twin_misses.copy_keys. Raises TypeError or ValueError for arrays that do not fit."""
 
-class KernelLaunch:
-    """A kernel launch that repeats with other addresses: those of keys, and of the results' block.
+FetchPartNumbers = tuple[int, int, int, int, int, int, int]
+"""Addresses of keys, positions, out, versions and source, the oldest tombstone, and the number of keys."""
 
-    Addresses and CUDA handles are integers. One thread at a time."""
+class FetchLaunch:
+    """Launches of fetch_kernel with prepared arguments. Addresses and CUDA handles are integers.
+
+    One thread at a time. Methods raise RuntimeError with the driver's error."""
 
     @staticmethod
-    def make(
+    def make(arguments: int, count: int, count_arguments: int, now: list[int]) -> FetchLaunch:
+        """``arguments``: of fetch_kernel, with the fields that a table decides; ``count`` and its arguments:
+        count_kernel, whose ``result`` both use; ``now``: cells of the parts' field of that name."""
+
+    def prepare_block(
+        self, function: int, blocks: int, behind: bool, offsets: list[int], keyed: list[int]
+    ) -> None:
+        """Prepare `run_block`: ``offsets`` of rows in the block, by part; ``keyed``: parts with new keys."""
+
+    def run_block(self, block: int, keys: list[int], stream: int, end: int) -> None:
+        """Launch on ``stream`` for rows in ``block``, and record the event ``end``."""
+
+    def run_parts(
+        self,
         function: int,
-        blocks: int,
-        threads: int,
-        arguments: int,
-        outs: list[tuple[int, int]],
-        keys: list[int],
-        fresh: list[tuple[int, int]],
-    ) -> KernelLaunch:
-        """``outs``: fields that get the block's address plus an offset; ``keys``: those that get addresses of
-        keys; ``fresh``: those that are copied from cells of 32 bits before each launch."""
+        keys_a_block: int,
+        parts: list[FetchPartNumbers],
+        misses: int,
+        stream: int,
+        end: int,
+        behind: bool,
+    ) -> None:
+        """Launch ``function`` on ``stream``, with the list of ``misses``, and record the event ``end``.
 
-    def run(self, stream: int, end: int, block: int, keys: list[int]) -> None:
-        """Launch on ``stream`` and record the event ``end``. Raises RuntimeError with the driver's error."""
+        ``behind``: count_kernel reports the misses, else fetch_kernel."""
 
-def launch(function: int, blocks: int, threads: int, arguments: int, stream: int, end: int) -> None:
-    """Launch a kernel with the struct at ``arguments`` and record the event ``end``, all integers.
+    def wait(self) -> int:
+        """Wait for the last launch, without the GIL, and return its number of misses."""
 
-    Raises RuntimeError with the driver's error."""
+def waited_ns() -> int:
+    """Return the nanoseconds that this thread has spent in `FetchLaunch.wait`."""
 
 def order_after(stream: int, other: int, event: int) -> None:
     """Let ``stream`` wait for the work on ``other`` so far, by ``event``."""
-
-def wait_for_event(event: int) -> None:
-    """Wait for a CUDA event, without the GIL."""
 
 def pool_rows(
     rows: NDArray[Any],

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hps.native._core import KernelLaunch, launch, order_after, wait_for_event
+from hps.native._core import FetchLaunch, order_after, waited_ns
 
-__all__ = ["KernelLaunch", "launch", "order_after", "wait_for_event"]
+__all__ = ["FetchLaunch", "order_after", "waited_ns"]

@@ -319,7 +319,7 @@ class VectorFetch:
         left = None
         if n:
             batch = MissBatch(
-                self.tables, self.bases, keys, positions, listed, rows, sources, counts
+                self.tables, self.bases, keys, positions, listed, rows, sources, counts, n
             )
             if gather(batch):
                 left = self._left(positions[sources == UNANSWERED])

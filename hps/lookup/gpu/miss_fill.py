@@ -67,7 +67,7 @@ class HostCaches:
         return left
 
     def _promote_some(self, batch: MissBatch) -> None:
-        n = len(batch.positions)
+        n = batch.total
         sample = slice(None, None, 1 if n <= _ALL_PROMOTED else n // _PROMOTED)
         positions, found = batch.positions[sample], batch.sources[sample] == self.code
         keys = batch.keys[sample] if batch.listed else batch.keys[positions]

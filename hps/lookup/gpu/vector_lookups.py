@@ -101,10 +101,10 @@ class VectorLookups:
         block = space.allocate(prepared.size)
         space.after_current(stream, prepared.ordered)
         prepared.fetch.launch(stream, space.address(block), arrays, self._copy_keys)
-        report = self._device.fill_misses(prepared.fetch, stream, self._host.gather)
-        rows = {
+        rows = {  # while the device fetches
             name: space.array(block, at, shape, dtype) for name, at, shape, dtype in prepared.places
         }
+        report = self._device.fill_misses(prepared.fetch, stream, self._host.gather)
         if report is None:
             seconds = time.perf_counter() - started
             prepared.finished(seconds)

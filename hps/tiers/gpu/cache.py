@@ -122,9 +122,7 @@ class GpuCache(GpuTables):
     def _fetch_some(
         self, workspace: FetchWorkspace, stream: Any, requests: Sequence[_Request]
     ) -> None:
-        misses = workspace.fetch(
-            self._readers, stream, [ask for _, ask in requests], int(Source.GPU)
-        )
+        misses = workspace.fetch(self._readers, stream, [ask for _, ask in requests])
         if len(misses):
             distribute_misses([part for part, _ in requests], misses)
         else:

@@ -25,15 +25,18 @@ def cpu():
     return cache
 
 
-def batch_of(missing, listed):
-    """Every second key of a batch with as many keys of each table is missing; one in ten is unknown."""
+def batch_of(missing, listed, total=None):
+    """Every second key of a batch with as many keys of each table is missing; one in ten is unknown.
+
+    It is a slice of ``total`` misses, by default of its own."""
     keys = np.tile(np.arange(missing), 2)
     keys[::20] += HELD
     positions = np.random.default_rng(1).permutation(2 * missing)[:missing].astype(np.uint32)
     rows, sources = np.zeros((missing, 32), np.uint8), np.zeros(missing, np.uint8)
     bases, counts = np.array([0, missing], np.uint32), np.zeros((2, 2), np.uint32)
     own = keys[positions] if listed else keys
-    batch = MissBatch(TABLES, bases, own, positions, listed, rows, sources, counts)
+    total = total or missing
+    batch = MissBatch(TABLES, bases, own, positions, listed, rows, sources, counts, total)
     return batch, keys[positions], positions >= missing
 
 
@@ -60,6 +63,17 @@ def test_rows_are_gathered_and_their_keys_promoted(cpu, missing, listed):
     expected = {(t, n) for t, n in zip(TABLES, batch.counts[:, 1].tolist(), strict=True) if n}
     assert {(table, n) for table, n, hits in observed if n == hits} == expected
     assert batch.counts[:, 0].tolist() == [np.count_nonzero(~second), np.count_nonzero(second)]
+
+
+def test_sample_of_promoted_keys_is_one_of_all_slices(cpu):
+    promoted = []
+    host = HostCaches(
+        fused_lookup_of(MeteredTier(cpu, lambda *_: None)),
+        promote=lambda _table, keys: promoted.extend(keys),
+    )
+    for _ in range(4):
+        host.gather(batch_of(30_000, False, 120_000)[0])
+    assert 400 < len(promoted) < 600
 
 
 def test_without_caches_every_key_is_left():

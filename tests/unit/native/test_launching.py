@@ -1,48 +1,89 @@
-"""Repeated kernel launches: the arguments that they write; the launch itself needs a GPU."""
+"""Repeated launches of fetches: the arguments that they write, and the wait for their report.
+
+The launch itself needs a GPU."""
 
 import numpy as np
 import pytest
 
-from hps.native.launching import KernelLaunch, launch, order_after, wait_for_event
+from hps.cuda.launch import COUNT_ARGS, FETCH_ARGS, PARTS
+from hps.native.launching import FetchLaunch, order_after, waited_ns
+
+NO_DRIVER = r"no CUDA driver|cuLaunchKernel failed: CUDA_ERROR"
 
 
-def test_a_launch_writes_the_fields_that_change_and_reports_errors():
-    fields, now = np.zeros(5, np.uint64), np.array([7], np.uint32)
-    at = fields.ctypes.data
-    launch = KernelLaunch.make(
-        function=0,
-        blocks=1,
-        threads=32,
-        arguments=at,
-        outs=[(at, 16), (at + 8, 512)],
-        keys=[at + 16, at + 24],
-        fresh=[(at + 32, now.ctypes.data)],
-    )
+class Arguments:
+    """Arguments of both kernels, with the memory for their report."""
+
+    def __init__(self, tables):
+        self.fetch, self.count = np.zeros((), FETCH_ARGS), np.zeros((), COUNT_ARGS)
+        self.result = np.zeros(2, np.uint32)
+        self.count["result"] = self.result.ctypes.data
+        self.now = np.arange(100, 100 + tables, dtype=np.uint32)
+        cells = [self.now.ctypes.data + 4 * i for i in range(tables)]
+        at = self.fetch.ctypes.data, 0, self.count.ctypes.data
+        self.launch = FetchLaunch.make(*at, cells)
+        self.parts = self.fetch["part"][:tables]
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_launch_into_a_block_writes_the_fields_that_change_and_reports_errors(behind):
+    arguments = Arguments(3)
+    arguments.launch.prepare_block(0, 5, behind, [0, 512, 1024], [2, 0])
     for turn in range(2):
-        now[0] = 7 + turn
-        with pytest.raises(RuntimeError, match=r"no CUDA driver|cuLaunchKernel failed: CUDA_ERROR"):
-            launch.run(0, 0, 4096 * (turn + 1), [turn + 100, 200])
-        expected = [4096 * (turn + 1) + 16, 4096 * (turn + 1) + 512, turn + 100, 200, 7 + turn]
-        assert fields.tolist() == expected
+        arguments.now += 1
+        with pytest.raises(RuntimeError, match=NO_DRIVER):
+            arguments.launch.run_block(4096 * (turn + 1), [turn + 100, 200], 0, 0)
+        outs = 4096 * (turn + 1) + np.array([0, 512, 1024])
+        np.testing.assert_array_equal(arguments.parts["out"], outs)
+        np.testing.assert_array_equal(arguments.parts["keys"], [200, 0, turn + 100])
+        np.testing.assert_array_equal(arguments.parts["now"], arguments.now)
+        sequences = int(arguments.fetch["sequence"]), int(arguments.count["sequence"])
+        assert sequences == (turn + 1, turn + 1)
+        assert int(arguments.fetch["result"]) == (0 if behind else arguments.result.ctypes.data)
     with pytest.raises(ValueError, match="an address per table"):
-        launch.run(0, 0, 0, [1])
+        arguments.launch.run_block(0, [1], 0, 0)
 
 
-def test_a_launch_of_many_tables_takes_all_their_keys():
-    fields = np.zeros(100, np.uint64)
-    keys = [fields.ctypes.data + 8 * i for i in range(100)]
-    launch = KernelLaunch.make(0, 1, 32, fields.ctypes.data, [], keys, [])
-    with pytest.raises(RuntimeError):
-        launch.run(0, 0, 0, list(range(100)))
-    assert fields.tolist() == list(range(100))
+def test_a_launch_of_parts_writes_all_fields_of_a_fetch():
+    arguments = Arguments(PARTS)
+    numbers = [(i, i + 1000, i + 2000, i + 3000, i + 4000, i + 5000, 100 * i) for i in range(PARTS)]
+    with pytest.raises(RuntimeError, match=NO_DRIVER):
+        arguments.launch.run_parts(0, 64, numbers, 77, 0, 0, False)
+    names = ("keys", "positions", "out", "versions", "source", "oldest_tombstone", "n")
+    for name, values in zip(names, zip(*numbers, strict=True), strict=True):
+        np.testing.assert_array_equal(arguments.parts[name], values)
+    n = arguments.parts["n"].astype(int)
+    np.testing.assert_array_equal(arguments.parts["base"], np.cumsum(n) - n)
+    blocks = -(-n // 64)
+    np.testing.assert_array_equal(arguments.parts["first_block"], np.cumsum(blocks) - blocks)
+    assert int(arguments.fetch["misses"]) == 77
 
 
-def test_calls_without_a_driver_are_errors():
-    calls = (
-        lambda: order_after(0, 0, 0),
-        lambda: wait_for_event(0),
-        lambda: launch(0, 1, 32, 0, 0, 0),
-    )
-    for call in calls:
-        with pytest.raises(RuntimeError, match=r"no CUDA driver|failed: CUDA_ERROR"):
-            call()
+def test_wrong_arguments_of_a_launch_are_rejected():
+    arguments = Arguments(2)
+    with pytest.raises(ValueError, match="one per table"):
+        arguments.launch.run_parts(0, 64, [(0,) * 7], 0, 0, 0, False)
+    with pytest.raises(ValueError, match="7 numbers"):
+        arguments.launch.run_parts(0, 64, [(0,) * 7, (0,) * 6], 0, 0, 0, False)
+    with pytest.raises(ValueError, match="one per part"):
+        arguments.launch.prepare_block(0, 1, False, [0], [])
+    with pytest.raises(ValueError, match="numbers of parts"):
+        arguments.launch.prepare_block(0, 1, False, [0, 0], [2])
+    with pytest.raises(ValueError, match="too many"):
+        FetchLaunch.make(0, 0, 0, [0] * (PARTS + 1))
+
+
+def test_a_wait_takes_the_report_of_the_last_launch_alone():
+    arguments, waited = Arguments(1), waited_ns()
+    arguments.count["sequence"] = 7
+    arguments.result.view(np.uint64)[0] = 6 << 32 | 1  # of the launch before
+    with pytest.raises(RuntimeError, match=r"no CUDA driver|cuEventSynchronize failed: CUDA_ERROR"):
+        arguments.launch.wait()
+    arguments.result.view(np.uint64)[0] = 7 << 32 | 12345
+    assert arguments.launch.wait() == 12345
+    assert waited_ns() >= waited
+
+
+def test_order_without_a_driver_is_an_error():
+    with pytest.raises(RuntimeError, match=r"no CUDA driver|failed: CUDA_ERROR"):
+        order_after(0, 0, 0)

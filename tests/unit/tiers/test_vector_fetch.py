@@ -162,7 +162,13 @@ class HostDevice:
             shape = SimpleNamespace(host_bytes=0)
             pointers = (len(TABLES) - 1, 0, 0, 0)
             fake = SimpleNamespace(
-                table=table, pointers=pointers, sizes=sizes, stamping=0, now=7, shape=shape
+                table=table,
+                pointers=pointers,
+                sizes=sizes,
+                stamping=0,
+                now=7,
+                shape=shape,
+                is_timed=False,
             )
             held.append((fake, n))
         codes = 0 if sources is None else sources.ptr

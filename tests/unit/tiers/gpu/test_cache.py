@@ -300,16 +300,27 @@ def test_tables_of_batch_take_one_launch_and_one_wait(monkeypatch):
             waited.append(self)
             super().synchronize()
 
+    class Launch:
+        """A `FetchLaunch` that counts."""
+
+        def __init__(self, launch):
+            self.launch = launch
+
+        @classmethod
+        def make(cls, *given):
+            return cls(FetchLaunch.make(*given))
+
+        def run_parts(self, *given):
+            launched.append(given)
+            self.launch.run_parts(*given)
+
+        def wait(self):
+            waited.append(self)
+            return self.launch.wait()
+
     if COMPILED:
-        launch_native, wait = fetch_module.launch_kernel, fetch_module.wait_for_event
-        monkeypatch.setattr(
-            fetch_module,
-            "launch_kernel",
-            lambda *given: launched.append(given) or launch_native(*given),
-        )
-        monkeypatch.setattr(
-            fetch_module, "wait_for_event", lambda end: waited.append(end) or wait(end)
-        )
+        FetchLaunch = fetch_module.FetchLaunch
+        monkeypatch.setattr(fetch_module, "FetchLaunch", Launch)
     cache.fetch(parts, FetchContext(stream=Stream(non_blocking=True)))
     assert (len(launched), len(waited)) == (1, 1)
     for part in parts:

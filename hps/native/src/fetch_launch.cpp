@@ -1,0 +1,90 @@
+#include "hps/fetch_launch.hpp"
+
+#include <chrono>
+#include <stdexcept>
+#include <string>
+
+#include "hps/relaxed.hpp"
+
+namespace hps {
+namespace {
+
+constexpr unsigned kThreads = 256;               // of a block: loader.BLOCK
+constexpr std::chrono::milliseconds kPolled{2};  // then the driver waits, which also reports errors
+constexpr unsigned kPollsAtATime = 16;
+
+thread_local std::chrono::nanoseconds waited{0};
+
+const CudaDriver& driver() {
+  const CudaDriver* found = CudaDriver::get();
+  if (found == nullptr) throw std::runtime_error("this machine has no CUDA driver");
+  return *found;
+}
+
+void check(int code, const char* call) {
+  if (code != kCudaSuccess)
+    throw std::runtime_error(std::string(call) + " failed: " + driver().name_of(code));
+}
+
+void launch_kernel(CudaDriver::Handle function, std::uint32_t blocks, void* arguments,
+                   CudaDriver::Handle stream) {
+  void* pointers[] = {arguments};
+  check(driver().launch(function, blocks, 1, 1, kThreads, 1, 1, 0, stream, pointers, nullptr),
+        "cuLaunchKernel");
+}
+
+}  // namespace
+
+std::uint32_t FetchLaunch::set(const Part* parts, std::size_t n, std::uint32_t keys_a_block) {
+  std::uint32_t base = 0, blocks = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    const Part& from = parts[i];
+    FetchPart& to = arguments->part[i];
+    to.keys = from.keys, to.positions = from.positions, to.out = from.out;
+    to.versions = from.versions, to.source = from.source;
+    to.oldest_tombstone = from.oldest_tombstone;
+    to.n = from.n, to.base = base, to.first_block = blocks;
+    base += from.n;
+    blocks += (from.n + keys_a_block - 1) / keys_a_block;
+  }
+  return blocks;
+}
+
+void FetchLaunch::launch(Handle function, std::uint32_t blocks, Handle stream, Handle end_event,
+                         bool behind) {
+  for (std::size_t i = 0; i < now.size(); ++i) arguments->part[i].now = *now[i];
+  const std::uint32_t sequence = count_arguments->sequence + 1;
+  arguments->sequence = count_arguments->sequence = sequence;
+  arguments->result = behind ? 0 : count_arguments->result;
+  end = end_event;
+  launch_kernel(function, blocks, arguments, stream);
+  if (behind) launch_kernel(count, 1, count_arguments, stream);
+  check(driver().event_record(end, stream), "cuEventRecord");
+}
+
+std::uint32_t FetchLaunch::wait() const {
+  const auto& result = *reinterpret_cast<const std::uint64_t*>(count_arguments->result);
+  const auto ended = [&] {
+    return static_cast<std::uint32_t>(load_acquire(result) >> 32) == count_arguments->sequence;
+  };
+  const auto begun = std::chrono::steady_clock::now();
+  auto polled = begun;
+  while (!ended()) {
+    for (unsigned i = 0; i < kPollsAtATime && !ended(); ++i) cpu_relax();
+    polled = std::chrono::steady_clock::now();
+    if (ended() || polled - begun < kPolled) continue;
+    check(driver().event_synchronize(end), "cuEventSynchronize");
+    if (!ended()) throw std::runtime_error("a fetch ended without a report of its misses");
+  }
+  waited += polled - begun;
+  return static_cast<std::uint32_t>(load_acquire(result));
+}
+
+std::uint64_t waited_ns() { return static_cast<std::uint64_t>(waited.count()); }
+
+void order_after(CudaDriver::Handle stream, CudaDriver::Handle other, CudaDriver::Handle event) {
+  check(driver().event_record(event, other), "cuEventRecord");
+  check(driver().stream_wait(stream, event, 0), "cuStreamWaitEvent");
+}
+
+}  // namespace hps
