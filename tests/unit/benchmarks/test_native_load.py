@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -104,3 +107,21 @@ def test_patch_outside_the_message_is_an_error(echo):
     outside = replace(ECHO, patches=[Patch(len(MESSAGE) - 8, 2, 10)])
     with pytest.raises(RuntimeError, match="is outside of the message"):
         run_load(echo, outside, Callers(1, 0.1))
+
+
+def test_grpc_frames_may_be_as_large_as_to_grpcs_own_clients():
+    """grpcio's clients send SETTINGS_MAX_FRAME_SIZE (5) as 4 MiB; by default an answer is cut in 16 KiB."""
+    greeting = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept():
+            with listener.accept()[0] as connection:
+                greeting.append(connection.recv(4096))
+
+        threading.Thread(target=accept).start()
+        call = Template("grpc", bytes(5), method="/any.Service/Call")
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert run_load(address, call, Callers(1, 0.2)).broken
+    settings = greeting[0].removeprefix(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+    size = int.from_bytes(settings[:3], "big")
+    assert dict(struct.iter_unpack("!HI", settings[9 : 9 + size]))[5] == 4 << 20
