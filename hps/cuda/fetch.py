@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -30,7 +30,7 @@ from hps.cuda.loader import BLOCK, CudaKernel, KernelStruct, cupy, kernel
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.staging import IN_PLACE, Copy, StagingBuffer, staging_bytes
 from hps.cuda.table import GpuTable
-from hps.native import COMPILED
+from hps.native import COMPILED, WorkerPool
 
 if COMPILED:
     from hps.native.launching import FetchLaunch
@@ -88,10 +88,11 @@ class MissList:
 class FetchWorkspace:
     """Buffers and counters on the current device, for one fetch (or pooling) at a time."""
 
-    def __init__(self, copy: Copy = np.copyto) -> None:
-        """``copy`` copies host arrays to pinned memory."""
+    def __init__(self, copy: Copy = np.copyto, threads: WorkerPool | None = None) -> None:
+        """``copy`` copies host arrays to pinned memory; ``threads`` large arrays of keys."""
         cp = cupy()
         self.staging = StagingBuffer(copy)
+        self._threads = threads
         self.misses = MissList()
         self.counts = cp.zeros(2, np.uint32)
         self._pinned = cp.cuda.alloc_pinned_memory(8)
@@ -135,7 +136,10 @@ class FetchWorkspace:
         total: int,
     ) -> int:
         """Launch the fetch of ``total`` keys, and wait for it; return the number of its misses."""
-        put, addresses, parts = self.staging.put, plan.row_bytes, []
+        addresses, parts = plan.row_bytes, []
+        whole = len(requests) == 1 and requests[0].positions is None
+        copied = whole and total >= launch.COPIED_IN_CHUNKS and type(requests[0].keys) is np.ndarray
+        put: Callable[[Any], int] = self._reserve if copied else self.staging.put
         for request in requests:
             out = request.out.data.ptr
             addresses |= out
@@ -152,18 +156,21 @@ class FetchWorkspace:
             )
         for table in plan.timed:
             table.publish_now()
-        native = plan.native
-        native.run_parts(
-            plan.kernels(unit_of(addresses)).one().address,
-            BLOCK // plan.tile,
-            parts,
-            self.misses.reserve(total),
-            stream.ptr,
-            readers.end_of(stream).ptr,
-            total >= launch.COUNTED_BEHIND,
-        )
+        native, keys_a_block = plan.native, BLOCK // plan.tile
+        function = plan.kernels(unit_of(addresses)).one().address
+        at = self.misses.reserve(total), stream.ptr, readers.end_of(stream).ptr
+        if copied:
+            size, keys = launch.chunk_keys(total), requests[0].keys
+            native.run_copied(function, keys_a_block, parts[0], keys, size, *at, self._threads)
+        else:
+            behind = total >= launch.COUNTED_BEHIND
+            native.run_parts(function, keys_a_block, parts, *at, behind)
         missed: int = native.wait()
         return missed
+
+    def _reserve(self, keys: Any) -> int:
+        """Return the address of staging memory that ``run_copied`` fills with ``keys``; 0 for None."""
+        return 0 if keys is None else self.staging.allocate(keys.size, keys.dtype)[1]
 
     def _run(
         self,

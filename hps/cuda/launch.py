@@ -134,6 +134,9 @@ COUNT_ARGS = np.dtype(
 COUNTED_BEHIND = 1 << 16
 """From so many keys on a launch behind the fetch reports its misses: counting the blocks that have ended
 delays each block until its slowest key is done."""
+COPIED_IN_CHUNKS = 1 << 16
+"""From so many keys on the host on, threads copy them to pinned memory in chunks, while the device fetches
+the chunk before, whose keys it reads there."""
 UNANSWERED = 255
 """A source code for scatter: the key has neither row nor version."""
 
@@ -182,6 +185,11 @@ def sweep_name(tile: int, unit: int, units: int) -> str:
 def write_name(unit: int, *, update: bool, scored: bool) -> str:
     flags = ", ".join("true" if flag else "false" for flag in (update, scored))
     return f"write_kernel<{unit}, {flags}>"
+
+
+def chunk_keys(keys: int) -> int:
+    """Return the size of the chunks in which ``keys`` of the host are copied; see README.md."""
+    return min(max(keys // 8, 1 << 15), 1 << 17)
 
 
 def windows_of(host_bytes: int, keys: int) -> int:

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hps.cuda.loader import cupy
+from hps.native import COMPILED
+
+if COMPILED:
+    from hps.native import launching
 
 
 class ReaderEvents:
@@ -30,9 +34,7 @@ class ReaderEvents:
             end.record(stream)
 
     def end_of(self, stream: Any) -> Any:
-        """Return the event that a caller records after reading kernels which it launches on ``stream``.
-
-        No other thread may run Python between launch and record."""
+        """Return the event that the compiled core records after reading kernels on ``stream``."""
         end = self._ends.get(stream.ptr)
         if end is None:
             with self._lock:
@@ -46,7 +48,11 @@ class ReaderEvents:
         That step must be complete, and the host must know it: readers launched from then on see its
         result, so only those launched before must be waited for, and the device does that."""
         with self._lock:
-            for end in self._ends.values():
-                stream.wait_event(end)
+            ends = list(self._ends.values())
+            if COMPILED:
+                launching.hold_back(stream.ptr, [end.ptr for end in ends])
+            else:
+                for end in ends:
+                    stream.wait_event(end)
         for hold_back in self.others:
             hold_back(stream.ptr)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial, reduce
 from operator import or_
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from hps.cuda import launch
 from hps.cuda.fetch import PART, PARTS_AT, FetchKernels
 from hps.cuda.launch import (
+    COPIED_IN_CHUNKS,
     COUNT_ARGS,
     COUNTED_BEHIND,
     FETCH_ARGS,
     PARTS,
     PLACE_ARGS,
     blocks_of,
+    chunk_keys,
     tile_of,
     unit_of,
     units_of,
@@ -29,18 +31,11 @@ from hps.cuda.prepared import address_of
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.scatter import tile_of_rows
 from hps.cuda.table import GpuTable
-from hps.native import COMPILED
+from hps.native import COMPILED, WorkerPool, copy_keys
 from hps.types import KeyArray
 
 if COMPILED:
-    from hps.native.launching import FetchLaunch
-
-CHUNK_KEYS = 1 << 18
-"""Keys on the host are copied to pinned memory in chunks of so many, while the device, which reads them
-there, fetches the chunk before."""
-
-CopyKeys = Callable[[list[KeyArray], NDArray[np.int64]], object]
-"""Copies arrays of keys to one array, one after the other."""
+    from hps.native.launching import FetchLaunch, run_chunks
 
 
 class VectorFetch:
@@ -73,8 +68,13 @@ class VectorFetch:
         ends = np.cumsum([n for _, n in requests]).tolist()
         self.starts = [end - n for (_, n), end in zip(requests, ends, strict=True)]
         self.keys = [self.flat[end - n : end] for (_, n), end in zip(requests, ends, strict=True)]
-        most = self.total if all(on_device) else CHUNK_KEYS
+        most = self.total if all(on_device) else chunk_keys(self.total)
         self.chunks = [_Chunk(self, pieces) for pieces in _split(requests, most)]
+        self._launches: list[Any] = [chunk.native for chunk in self.chunks]
+        self._sizes = [chunk.last - chunk.first for chunk in self.chunks]
+        self._is_copied = (
+            self.total >= COPIED_IN_CHUNKS and not self.lists_keys and None not in self._launches
+        )
         cp.cuda.get_current_stream().synchronize()
 
     def launch(
@@ -82,18 +82,25 @@ class VectorFetch:
         stream: Any,
         block: int,
         arrays: Sequence[Any] | None = None,
-        copy_keys: CopyKeys | None = None,
+        pool: WorkerPool | None = None,
         used: NDArray[np.int64] | None = None,
     ) -> None:
         """Fetch to the block at the address ``block``, on ``stream``, without waiting. Counts as a use of
         the keys.
 
         ``arrays``: each table's keys ``(n,) int64``, on host or device, contiguous; None if they are in
-        ``keys``. ``copy_keys`` copies those on the host. ``used (tables,)``: how many of each table's keys
-        to fetch, the first ones; None: all."""
+        ``keys``. ``pool`` copies those on the host. ``used (tables,)``: how many of each table's keys to
+        fetch, the first ones; None: all."""
+        if self._is_copied and arrays is not None and used is None:
+            for chunk in self.chunks:
+                chunk.refresh(None)
+            end, threads = self.readers.end_of(stream).ptr, cast(Any, pool)
+            keys = self._sizes, list(arrays), self.flat
+            run_chunks(self._launches, *keys, block, stream.ptr, end, threads)
+            return
         for chunk in self.chunks:
             if arrays is not None:
-                chunk.take_keys(arrays, copy_keys or _copy_keys)
+                chunk.take_keys(arrays, pool)
             chunk.launch(stream, block, used)
 
 
@@ -202,7 +209,7 @@ class _Chunk:
         self._later = cupy().empty(n, np.uint32) if self._windows > 1 else None
         self._addresses = [0] * len(self._device_parts)
         self._timed = [table for table in held if table.is_timed]
-        self._native = self._native_launch() if self._windows == 1 else None
+        self.native = self._native_launch() if self._windows == 1 else None
 
     def _native_launch(self) -> Any:
         """Return the launches by the compiled core; None if it is missing."""
@@ -236,7 +243,7 @@ class _Chunk:
 
     # -- fetching ---------------------------------------------------------------------------------
 
-    def take_keys(self, arrays: Sequence[Any], copy_keys: CopyKeys) -> None:
+    def take_keys(self, arrays: Sequence[Any], pool: WorkerPool | None) -> None:
         """Copy the chunk's keys from host ``arrays`` to pinned memory; note where those on the device are."""
         fetch = self._fetch
         self._addresses = [
@@ -250,16 +257,13 @@ class _Chunk:
                     fetch.keys[index][start:stop] = arrays[index][start:stop]
             return
         mine = [arrays[index][start:stop] for index, start, stop in self._pieces]
-        copy_keys(mine, fetch.flat[self.first : self.last])
+        copy_keys(mine, fetch.flat[self.first : self.last], pool)
 
     def launch(self, stream: Any, block: int, used: NDArray[np.int64] | None) -> None:
-        if used is not None or self._partial:
-            self._limit(used)
+        self.refresh(used)
         readers = self._fetch.readers
-        if self._native is not None:
-            for table in self._timed:
-                table.publish_now()
-            self._native.run_block(block, self._addresses, stream.ptr, readers.end_of(stream).ptr)
+        if self.native is not None:
+            self.native.run_block(block, self._addresses, stream.ptr, readers.end_of(stream).ptr)
             return
         for (part, _, _), address in zip(self._device_parts, self._addresses, strict=True):
             self._keys[part] = address
@@ -269,6 +273,13 @@ class _Chunk:
         if self._is_counted_behind:
             self._count.launch(1, self._count_args, stream.ptr)
         self._end.record(stream)
+
+    def refresh(self, used: NDArray[np.int64] | None) -> None:
+        """Set what may differ from the launch before; ``used`` as for `VectorFetch.launch`."""
+        if used is not None or self._partial:
+            self._limit(used)
+        for table in self._timed:
+            table.publish_now()
 
     def _limit(self, used: NDArray[np.int64] | None) -> None:
         """Fetch only the first ``used (tables,)`` keys of each table of the fetch; None: all."""
@@ -282,8 +293,8 @@ class _Chunk:
 
     def wait(self, stream: Any) -> int:
         """Wait until the chunk is fetched; return the number of its misses."""
-        if self._native is not None:
-            missed: int = self._native.wait()
+        if self.native is not None:
+            missed: int = self.native.wait()
             return missed
         self._end.synchronize()
         return int(self._result[0])
@@ -305,10 +316,6 @@ class _Chunk:
         args["positions"], args["n"] = self.positions_at + 4 * first, n
         args["rows"], args["sources"] = rows_at, sources_at
         self._place.launch(blocks_of(n, self._place_tile), args, stream.ptr)
-
-
-def _copy_keys(arrays: list[KeyArray], out: NDArray[np.int64]) -> None:
-    np.concatenate(arrays, out=out)
 
 
 def _pinned(count: int, dtype: Any, *, needed: bool = True) -> tuple[NDArray[Any], int]:

@@ -177,6 +177,38 @@ class FetchLaunch:
     def wait(self) -> int:
         """Wait for the last launch, without the GIL, and return its number of misses."""
 
+    def run_copied(
+        self,
+        function: int,
+        keys_a_block: int,
+        part: FetchPartNumbers,
+        keys: NDArray[np.int64],
+        chunk_keys: int,
+        misses: int,
+        stream: int,
+        end: int,
+        pool: WorkerPool | None = None,
+    ) -> None:
+        """Like `run_parts` for one part without positions, in chunks, as ``pool`` copies ``keys (n,)`` to the
+        part's address. Without the GIL. Raises ValueError for other parts."""
+
+def run_chunks(
+    launches: list[FetchLaunch],
+    sizes: list[int],
+    arrays: list[NDArray[np.int64]],
+    copied: NDArray[np.int64],
+    block: int,
+    stream: int,
+    end: int,
+    pool: WorkerPool | None = None,
+) -> None:
+    """Run the block of each of ``launches`` once its keys, ``sizes`` of those in ``arrays``, are copied.
+
+    Without the GIL. Raises ValueError for arrays that do not fit."""
+
+def hold_back(stream: int, events: list[int]) -> None:
+    """Let ``stream`` wait for the ``events`` of fetches, between launches of other threads."""
+
 def waited_ns() -> int:
     """Return the nanoseconds that this thread has spent in `FetchLaunch.wait`."""
 

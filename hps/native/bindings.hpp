@@ -53,7 +53,7 @@ void bind_cache(nb::module_& m);
 void bind_codec(nb::module_& m);
 // Adds InFlight.
 void bind_in_flight(nb::module_& m);
-// Adds FetchLaunch, waited_ns and order_after.
+// Adds FetchLaunch and the functions of launches.
 void bind_launch(nb::module_& m);
 // Adds WorkerPool, gather_misses and copy_keys.
 void bind_misses(nb::module_& m);

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hps.native._core import FetchLaunch, order_after, waited_ns
+from hps.native._core import FetchLaunch, hold_back, order_after, run_chunks, waited_ns
 
-__all__ = ["FetchLaunch", "order_after", "waited_ns"]
+__all__ = ["FetchLaunch", "hold_back", "order_after", "run_chunks", "waited_ns"]

@@ -285,7 +285,7 @@ class VectorFetch:
         stream: Any,
         block: int,
         arrays: Any = None,
-        copy_keys: Any = None,
+        pool: Any = None,
         used: Any = None,
     ) -> None:
         sizes = [n for _, n in self.requests] if used is None else used.tolist()

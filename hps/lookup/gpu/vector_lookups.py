@@ -20,7 +20,6 @@ from hps.lookup.gpu.miss_fill import (
     bridged,
     fetch_over_bridge,
 )
-from hps.native import copy_keys
 from hps.observability.meters import LookupMeter
 from hps.tiers.base import Part
 from hps.tiers.wrappers import FetchObserver
@@ -53,7 +52,6 @@ class VectorLookups:
     ) -> None:
         self._device, self._space, self._host = device, device.space, host
         self._observe, self._meter = observe, meter
-        self._copy_keys = partial(copy_keys, pool=host.pool)
 
     def prepare(
         self, features: Sequence[Feature], keys: Sequence[JaggedKeys], on_device: Sequence[bool]
@@ -100,7 +98,7 @@ class VectorLookups:
         started, space = time.perf_counter(), self._space
         block = space.allocate(prepared.size)
         space.after_current(stream, prepared.ordered)
-        prepared.fetch.launch(stream, space.address(block), arrays, self._copy_keys)
+        prepared.fetch.launch(stream, space.address(block), arrays, self._host.pool)
         rows = {  # while the device fetches
             name: space.array(block, at, shape, dtype) for name, at, shape, dtype in prepared.places
         }

@@ -1,6 +1,7 @@
 #include "hps/fetch_launch.hpp"
 
 #include <chrono>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -12,6 +13,8 @@ namespace {
 constexpr unsigned kThreads = 256;               // of a block: loader.BLOCK
 constexpr std::chrono::milliseconds kPolled{2};  // then the driver waits, which also reports errors
 constexpr unsigned kPollsAtATime = 16;
+
+std::mutex launching;  // held from a launch until its event is recorded
 
 thread_local std::chrono::nanoseconds waited{0};
 
@@ -51,14 +54,15 @@ std::uint32_t FetchLaunch::set(const Part* parts, std::size_t n, std::uint32_t k
 }
 
 void FetchLaunch::launch(Handle function, std::uint32_t blocks, Handle stream, Handle end_event,
-                         bool behind) {
+                         Report report) {
   for (std::size_t i = 0; i < now.size(); ++i) arguments->part[i].now = *now[i];
-  const std::uint32_t sequence = count_arguments->sequence + 1;
-  arguments->sequence = count_arguments->sequence = sequence;
-  arguments->result = behind ? 0 : count_arguments->result;
+  if (report != Report::kNone) ++count_arguments->sequence;
+  arguments->sequence = count_arguments->sequence;
+  arguments->result = report == Report::kByFetch ? count_arguments->result : 0;
   end = end_event;
+  const std::lock_guard<std::mutex> lock(launching);
   launch_kernel(function, blocks, arguments, stream);
-  if (behind) launch_kernel(count, 1, count_arguments, stream);
+  if (report == Report::kBehind) launch_kernel(count, 1, count_arguments, stream);
   check(driver().event_record(end, stream), "cuEventRecord");
 }
 
@@ -81,6 +85,12 @@ std::uint32_t FetchLaunch::wait() const {
 }
 
 std::uint64_t waited_ns() { return static_cast<std::uint64_t>(waited.count()); }
+
+void hold_back(CudaDriver::Handle stream, const std::vector<CudaDriver::Handle>& events) {
+  const std::lock_guard<std::mutex> lock(launching);
+  for (const CudaDriver::Handle event : events)
+    check(driver().stream_wait(stream, event, 0), "cuStreamWaitEvent");
+}
 
 void order_after(CudaDriver::Handle stream, CudaDriver::Handle other, CudaDriver::Handle event) {
   check(driver().event_record(event, other), "cuEventRecord");

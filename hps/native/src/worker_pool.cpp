@@ -11,7 +11,11 @@
 namespace hps {
 namespace {
 
-constexpr unsigned kSpins = 2000;  // pauses of some 20 to 40 ns
+// Pauses, of some 20 to 40 ns, after which an idle worker sleeps. Waking one takes 30 to 50 us: so
+// a few stay awake for a caller that comes back soon.
+constexpr unsigned kSpins = 2000, kLongSpins = 8000;
+constexpr std::size_t kPatient = 4;    // workers that spin long
+constexpr std::size_t kWakesEach = 2;  // by the caller, and by each worker that woke up
 
 }  // namespace
 
@@ -50,7 +54,9 @@ void WorkerPool::run(Job& job) {
     while (*last != nullptr) last = &(*last)->later;
     *last = &job;
     arrivals_.fetch_add(1, std::memory_order_relaxed);
-    wake = std::min(sleeping_, job.pieces - 1);
+    const std::size_t awake = std::min(spinning_, job.pieces - 1);
+    job.wanted = std::min(sleeping_, job.pieces - 1 - awake);
+    wake = take_wakes(job);
   }
   for (; wake != 0; --wake) wake_.notify_one();
   run_pieces(job);
@@ -59,10 +65,18 @@ void WorkerPool::run(Job& job) {
   while (job.helpers.load(std::memory_order_acquire) != 0) cpu_relax();
 }
 
+// Returns how many workers this thread wakes for a job.
+std::size_t WorkerPool::take_wakes(Job& job) {
+  const std::size_t wakes = std::min(job.wanted, kWakesEach);
+  job.wanted -= wakes;
+  return wakes;
+}
+
 void WorkerPool::start_workers() {
   workers_.reserve(threads_ - 1);
   try {
-    for (std::size_t i = 1; i < threads_; ++i) workers_.emplace_back([this] { work(); });
+    for (std::size_t i = 1; i < threads_; ++i)
+      workers_.emplace_back([this, i] { work(i <= kPatient ? kLongSpins : kSpins); });
   } catch (const std::system_error&) {
     // The system gives no more threads: the ones started, and the caller, do the work.
   }
@@ -88,21 +102,25 @@ WorkerPool::Job* WorkerPool::take() {
   return nullptr;
 }
 
-void WorkerPool::work() {
+void WorkerPool::work(unsigned spins) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_) {
     if (Job* job = take()) {
+      std::size_t wake = take_wakes(*job);
       lock.unlock();
+      for (; wake != 0; --wake) wake_.notify_one();
       run_pieces(*job);
       job->helpers.fetch_sub(1, std::memory_order_release);
       lock.lock();
       continue;
     }
     const std::size_t seen = arrivals_;
+    ++spinning_;
     lock.unlock();
-    for (unsigned i = 0; i < kSpins && arrivals_.load(std::memory_order_relaxed) == seen; ++i)
+    for (unsigned i = 0; i < spins && arrivals_.load(std::memory_order_relaxed) == seen; ++i)
       cpu_relax();
     lock.lock();
+    --spinning_;
     if (arrivals_ != seen || stop_) continue;
     ++sleeping_;
     wake_.wait(lock);

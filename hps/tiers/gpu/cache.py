@@ -84,7 +84,7 @@ class GpuCache(GpuTables):
         self.direct = DirectFetch(self._readers)
         with self._device, allocate_buffers(f"{workspaces} workspaces"):
             for _ in range(workspaces):
-                self._workspaces.put(FetchWorkspace(self._copy))
+                self._workspaces.put(FetchWorkspace(self._copy, self._threads))
         for table, rows in capacities.items():
             self.add_table(table, rows)
 

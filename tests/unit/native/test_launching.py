@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hps.cuda.launch import COUNT_ARGS, FETCH_ARGS, PARTS
-from hps.native.launching import FetchLaunch, order_after, waited_ns
+from hps.native import WorkerPool
+from hps.native.launching import FetchLaunch, hold_back, order_after, run_chunks, waited_ns
 
 NO_DRIVER = r"no CUDA driver|cuLaunchKernel failed: CUDA_ERROR"
 
@@ -73,6 +74,51 @@ def test_wrong_arguments_of_a_launch_are_rejected():
         FetchLaunch.make(0, 0, 0, [0] * (PARTS + 1))
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_keys_are_copied_for_launches_in_chunks(threads):
+    """Without a driver the first launch fails; the copies end before the error is raised."""
+    arguments = [Arguments(2), Arguments(1)]
+    for each, offsets in zip(arguments, ([0, 64], [256]), strict=True):
+        each.launch.prepare_block(0, 1, False, offsets, [])
+    launches, rng = [each.launch for each in arguments], np.random.default_rng(1)
+    arrays = [rng.integers(0, 1 << 60, n) for n in (30_000, 0, 50_000)]
+    copied = np.zeros(80_000, np.int64)
+    with pytest.raises(RuntimeError, match=NO_DRIVER):
+        run_chunks(launches, [60_000, 20_000], arrays, copied, 4096, 0, 0, WorkerPool(threads))
+    np.testing.assert_array_equal(copied, np.concatenate(arrays))
+    np.testing.assert_array_equal(arguments[0].parts["out"], [4096, 4160])
+    assert int(arguments[1].fetch["sequence"]) == 0
+
+    one, copied = arguments[1], np.zeros(50_000, np.int64)
+    one.parts["row_bytes"] = 128
+    part = copied.ctypes.data, 0, 1000, 0, 2000, 5, 50_000
+    with pytest.raises(RuntimeError, match=NO_DRIVER):
+        one.launch.run_copied(0, 64, part, arrays[2], 16_384, 77, 0, 0, WorkerPool(threads))
+    np.testing.assert_array_equal(copied, arrays[2])
+    assert one.parts["n"].tolist() == [16_384]
+    assert int(one.fetch["result"]) == 0  # another chunk follows
+
+
+def test_wrong_keys_of_chunks_are_rejected():
+    arguments, keys = Arguments(1), np.zeros(10, np.int64)
+    arguments.launch.prepare_block(0, 1, False, [0], [])
+    for sizes, arrays, reason in (
+        ([11], [keys], "launches' keys"),
+        ([10], [keys.astype(np.int32)], "int64"),
+        ([10, 1], [keys], "one per launch"),
+        ([20], [keys, keys], "hold all keys"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            run_chunks([arguments.launch], sizes, arrays, np.zeros(15, np.int64), 0, 0, 0)
+    for part, size, reason in (
+        ((0, 1, 0, 0, 0, 0, 10), 5, "without positions"),
+        ((0, 0, 0, 0, 0, 0, 11), 5, "int64"),
+        ((0, 0, 0, 0, 0, 0, 10), 0, "without positions"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            arguments.launch.run_copied(0, 64, part, keys, size, 0, 0, 0)
+
+
 def test_a_wait_takes_the_report_of_the_last_launch_alone():
     arguments, waited = Arguments(1), waited_ns()
     arguments.count["sequence"] = 7
@@ -87,3 +133,5 @@ def test_a_wait_takes_the_report_of_the_last_launch_alone():
 def test_order_without_a_driver_is_an_error():
     with pytest.raises(RuntimeError, match=r"no CUDA driver|failed: CUDA_ERROR"):
         order_after(0, 0, 0)
+    with pytest.raises(RuntimeError, match=r"no CUDA driver|failed: CUDA_ERROR"):
+        hold_back(0, [0])

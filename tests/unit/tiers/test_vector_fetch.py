@@ -249,8 +249,9 @@ def test_rows_of_device_and_host_reach_their_places(
 ):
     """``large``: with several chunks, copies of counts, and slices of rows."""
     if large:
-        monkeypatch.setattr(vector_fetch, "CHUNK_KEYS", 500)
+        monkeypatch.setattr(vector_fetch, "chunk_keys", lambda _keys: 500)
         monkeypatch.setattr(vector_fetch, "COUNTED_BEHIND", 0)
+        monkeypatch.setattr(vector_fetch, "COPIED_IN_CHUNKS", 0)
         monkeypatch.setattr(miss_fill, "SLICE_ROWS", 70)
     numbers = [SIZES[sizes](i) for i in range(COUNT)]
     there = [where == "device" or (where == "both" and i % 3 == 0) for i in range(COUNT)]

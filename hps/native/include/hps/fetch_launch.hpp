@@ -38,6 +38,8 @@ static_assert(sizeof(CountArgs) == 24);
 struct FetchLaunch {
   using Address = CudaDriver::Address;
   using Handle = CudaDriver::Handle;
+  // Who reports the misses: nobody (a later launch does), fetch_kernel, or count_kernel behind it.
+  enum class Report { kNone, kByFetch, kBehind };
   // What differs between the fetches of a table: FetchPart's fields.
   struct Part {
     std::uint64_t keys, positions, out, versions, source, oldest_tombstone;
@@ -55,8 +57,9 @@ struct FetchLaunch {
   // Sets the parts for tables whose fields are filled in; returns the blocks to launch.
   std::uint32_t set(const Part* parts, std::size_t n, std::uint32_t keys_a_block);
 
-  // Launches `function` on `stream` and records `end` behind it, then, with `behind`, the count.
-  void launch(Handle function, std::uint32_t blocks, Handle stream, Handle end, bool behind);
+  // Launches `function` on `stream`, with the report of misses, and records `end` behind it. The
+  // writer's `hold_back` sees both or neither.
+  void launch(Handle function, std::uint32_t blocks, Handle stream, Handle end, Report report);
 
   // Waits for the last launch and returns its number of misses.
   std::uint32_t wait() const;
@@ -64,6 +67,9 @@ struct FetchLaunch {
 
 // Returns the nanoseconds that this thread has spent in FetchLaunch::wait.
 std::uint64_t waited_ns();
+
+// Makes later work on `stream` wait for `events` of fetches.
+void hold_back(CudaDriver::Handle stream, const std::vector<CudaDriver::Handle>& events);
 
 // Makes later work on `stream` wait for the work on `other` so far, by `event`.
 void order_after(CudaDriver::Handle stream, CudaDriver::Handle other, CudaDriver::Handle event);

@@ -14,8 +14,8 @@
 namespace hps {
 
 // Thread-safe: calls from several threads share the workers. Workers start with the first call that
-// needs them, spin for some 50 us after their work and then sleep. After a fork the child's calls
-// run on the calling thread alone.
+// needs them, spin for some 50 us (four of them 200) after their work and then sleep; a call wakes
+// two, who wake two each. After a fork the child's calls run on the calling thread alone.
 class WorkerPool {
  public:
   // `threads`: the most threads of one call, the caller's included; at least 1.
@@ -44,11 +44,13 @@ class WorkerPool {
     std::size_t pieces;
     std::atomic<std::size_t> next{0};
     std::atomic<std::size_t> helpers{0};  // workers that may still use the job
+    std::size_t wanted = 0;               // workers to be woken for it
     Job* later = nullptr;
   };
 
   void run(Job& job);
-  void work();
+  void work(unsigned spins);
+  static std::size_t take_wakes(Job& job);
   Job* take();
   void start_workers();
   void withdraw(Job& job);
@@ -60,7 +62,7 @@ class WorkerPool {
   std::condition_variable wake_;
   Job* jobs_ = nullptr;  // in order of arrival; jobs leave when their pieces have been started
   std::atomic<std::size_t> arrivals_{0};  // jobs since the start
-  std::size_t sleeping_ = 0;
+  std::size_t sleeping_ = 0, spinning_ = 0;
   bool stop_ = false;
   std::vector<std::thread> workers_;
 };
