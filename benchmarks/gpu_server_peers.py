@@ -35,8 +35,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import HELPERS, Bar, Benchmark, Options, Report, main
-from benchmarks.gpu_server import Bench, Cells, Extent, Target, measure_predictions
+from benchmarks.gpu_server import measure_predictions
 from benchmarks.gpu_server import missing_requirement as gpu_missing
+from benchmarks.gpu_server_cells import Bench, Cells, Extent, Target
 from benchmarks.gpu_server_scene import (
     DENSE,
     PROTOCOLS,
@@ -260,7 +261,7 @@ BENCHMARK = Benchmark(
             "benchmarks/gpu_server_scene.py",
             "benchmarks/gpu_serving.py",
         ),
-        "benchmarks/gpu_server_triton.py",
+        *("benchmarks/gpu_server_cells.py", "benchmarks/gpu_server_triton.py"),
         *("benchmarks/grpc_load.py", "benchmarks/request_templates.py", "benchmarks/native_load"),
     ),
     missing_requirement=_missing_requirement,

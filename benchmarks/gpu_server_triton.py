@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.frontend_scene import MODELS
-from benchmarks.gpu_server import Target
+from benchmarks.gpu_server_cells import Target
 from benchmarks.gpu_server_scene import Cores, Scene, on_cores
 from benchmarks.peers.hps_server import start_hps
 from benchmarks.peers.triton import start_triton

@@ -12,7 +12,7 @@ from tritonclient.grpc import model_config_pb2
 
 from benchmarks import gpu_server_peers
 from benchmarks.common import Report
-from benchmarks.gpu_server import Bench, Extent, Target
+from benchmarks.gpu_server_cells import Bench, Extent, Target
 from benchmarks.gpu_server_peers import (
     BENCHMARK,
     Load,
