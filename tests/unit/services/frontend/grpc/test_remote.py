@@ -304,14 +304,18 @@ def test_node_with_another_model_yaml_is_rejected(serve, connect, small):
         connect(url, described=mine)
 
 
-def test_removed_version_is_noticed_by_a_lookup(serve, connect, small):
+def test_removed_version_is_noticed_by_a_lookup(serve, connect, small, monkeypatch):
     remote = connect(serve().server.url, model="words")
-    served = small.node.models["words"]
-    small.node.models["words"] = replace(served, version=2)
-    small.state.serve(small.node)
-    with pytest.raises(Unavailable, match="version 1 is not found"):
-        remote.lookup(left(1))
-    until(lambda: problems(remote))
+    nodes, served = remote._candidates.nodes, small.node.models["words"]
+    with monkeypatch.context() as patch:
+        # A poll that is the first to hear of the change makes it another error.
+        patch.setattr(nodes, "_start_polls", lambda: None)
+        until(lambda: not nodes._polls)
+        small.node.models["words"] = replace(served, version=2)
+        small.state.serve(small.node)
+        with pytest.raises(Unavailable, match="version 1 is not found"):
+            remote.lookup(left(1))
+        assert problems(remote)
     small.node.models["words"] = served
     small.state.serve(small.node)
     until(lambda: not problems(remote))
