@@ -23,6 +23,7 @@ _mode = native_mode()
 COMPILED = False
 partition_hash = twin.partition_hash
 dedup = twin.dedup
+count_in_buckets = twin.count_in_buckets
 cache_bytes = twin_cache.cache_bytes
 CacheTable = twin_cache.CacheTable
 gather_all = twin_cache.gather_all
@@ -48,6 +49,7 @@ if _mode != "off":
         COMPILED = True
         partition_hash = _core.partition_hash
         dedup = _core.dedup
+        count_in_buckets = _core.count_in_buckets
         cache_bytes = _core.cache_bytes
         CacheTable = _core.CacheTable  # type: ignore[misc,assignment] # its twin has the same methods
         gather_all = _core.gather_all  # type: ignore[assignment]
@@ -72,6 +74,7 @@ __all__ = [
     "WorkerPool",
     "cache_bytes",
     "copy_keys",
+    "count_in_buckets",
     "crc32",
     "decode_hps",
     "decode_native",

@@ -16,6 +16,14 @@ def partition_hash(keys: NDArray[np.int64]) -> NDArray[np.uint64]:
 def dedup(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """See twin.dedup."""
 
+def count_in_buckets(
+    values: NDArray[Any],
+    bounds: NDArray[np.float64],
+    counts: NDArray[np.int64],
+    sums: NDArray[np.float64],
+) -> None:
+    """See twin.count_in_buckets."""
+
 def cache_bytes(capacity: int, row_bytes: int) -> int:
     """Return the bytes of a table of ``capacity`` rows of ``row_bytes``."""
 

@@ -4,6 +4,7 @@
 
 #include <stdexcept>
 
+#include "hps/buckets.hpp"
 #include "hps/dedup.hpp"
 #include "hps/partition_hash.hpp"
 
@@ -29,6 +30,16 @@ auto py_dedup(Keys keys) {
   return nb::make_tuple(as_numpy(std::move(unique), count), as_numpy(std::move(inverse), n));
 }
 
+// With the GIL, so that the counts change as a whole; callers pass parts of a large array.
+template <typename T>
+void py_count_in_buckets(Array<const T> values, Array<const double> bounds,
+                         Array<std::int64_t> counts, Array<double> sums) {
+  if (counts.shape(0) != bounds.shape(0) + 1 || sums.shape(0) != 2)
+    throw std::invalid_argument("counts must be one more than bounds, sums two");
+  hps::count_in_buckets(values.data(), values.shape(0), bounds.data(), bounds.shape(0),
+                        counts.data(), sums.data());
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -38,6 +49,10 @@ NB_MODULE(_core, m) {
   m.attr("SOURCES") = HPS_SOURCES;  // the digest of the sources, see source.py
   m.def("partition_hash", &py_partition_hash, nb::arg("keys").noconvert());
   m.def("dedup", &py_dedup, nb::arg("keys").noconvert());
+  m.def("count_in_buckets", &py_count_in_buckets<float>, nb::arg("values").noconvert(),
+        nb::arg("bounds").noconvert(), nb::arg("counts").noconvert(), nb::arg("sums").noconvert());
+  m.def("count_in_buckets", &py_count_in_buckets<double>, nb::arg("values").noconvert(),
+        nb::arg("bounds").noconvert(), nb::arg("counts").noconvert(), nb::arg("sums").noconvert());
   bind_cache(m);
   bind_codec(m);
   bind_gather(m);

@@ -14,7 +14,7 @@ from hps.observability import metric_names as m
 from hps.observability.meters import DenseMeter, LookupMeter, TierMeter, UpdateMeter
 from hps.observability.metric_spec import SCORE_BUCKETS, SECONDS_BUCKETS, MetricSpec
 from hps.observability.metric_table import METRICS
-from hps.observability.metrics import Metrics, MetricValues
+from hps.observability.metrics import MetricHistogram, Metrics, MetricValues
 from hps.types import EmbeddingTable, Source
 
 TABLE = EmbeddingTable.make("t", 2, model="clicks")
@@ -291,6 +291,18 @@ def test_score_histogram_counts_arrays():
     assert value_of(metrics, f"{m.SCORES}_bucket", **labels, le="0.5") == 50_003
     assert value_of(metrics, f"{m.SCORES}_bucket", **labels, le="1.0") == 100_003
     assert value_of(metrics, f"{m.SCORES}_sum", **labels) == pytest.approx(50_001.005)
+
+
+def test_scores_are_counted_when_they_are_observed():
+    """A request that counts those before it, too, is among the slowest percent."""
+    histogram = MetricHistogram(SCORE_BUCKETS)
+    for values in (np.float16([0.5, -2.0]), np.float32([[0.5], [20.0]]), np.arange(50_000.0)[::-2]):
+        before = histogram._counts.sum()
+        histogram.observe_array(values)
+        assert histogram._counts.sum() - before == values.size
+    counts, total = histogram.read()
+    assert sum(counts) == 25_004
+    assert total == pytest.approx(19 + sum(range(1, 50_000, 2)))
 
 
 def test_absolute_score_sums_never_decrease():

@@ -250,7 +250,9 @@ def test_ended_calls_are_not_counted(serve, small):
             client.infer("none", [keys("left", 1)])
         begun = small.store.fetches
         left = client.async_infer("words.lookup", [keys("left", 12)], lambda result, error: None)
-        until(lambda: small.store.fetches > begun)  # a call that has not begun has no work to wait for
+        until(
+            lambda: small.store.fetches > begun
+        )  # a call that has not begun has no work to wait for
         left.cancel()
         until(lambda: not state.rpc_states)
         assert requests  # its work still runs
