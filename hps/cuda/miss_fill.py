@@ -13,18 +13,21 @@ from hps.cuda.launch import UNANSWERED
 from hps.cuda.loader import cupy
 from hps.types import EmbeddingTable, KeyArray
 
-SLICE_ROWS = 1 << 15
-"""Rows that are gathered at a time, while the device takes the rows before them."""
+SLICE_BYTES = 1 << 24
+"""Bytes of rows that are gathered at a time, while the device takes the rows before them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MissBatch:
     """Missing keys of a batch with a part per table, in no order, and the memory for their rows.
 
     Each part begins at its entry of ``bases (tables,)``. ``positions (m,)`` are those of the missing keys;
     ``keys`` are these keys if ``listed``, else all keys of the batch. ``rows (m, stride) uint8`` takes a row
     each in its first bytes, ``sources (m,)`` its source code, or `UNANSWERED`; ``counts (tables, 2)`` is
-    increased by the table's misses and rows found. The batch is one of several slices of ``total`` misses."""
+    increased by the table's misses and rows found. The batch is one of several slices of ``total`` misses.
+
+    ``placing``: a `PlaceLaunch`, by which a gather of the compiled core places the rows on ``stream``, a CUDA
+    stream's address, as they arrive; it then sets ``is_placed``. None: there is none."""
 
     tables: Sequence[EmbeddingTable]
     bases: NDArray[np.uint32]
@@ -35,6 +38,9 @@ class MissBatch:
     sources: NDArray[np.uint8]
     counts: NDArray[np.uint32]
     total: int
+    placing: Any = None
+    stream: int = 0
+    is_placed: bool = False
 
 
 Gather = Callable[[MissBatch], int]
@@ -74,9 +80,10 @@ class MissRows:
         for chunk in fetch.chunks[first:]:
             missing = chunk.wait(stream)
             own = np.zeros((len(chunk.tables), 2), np.uint32)
-            for start in range(0, missing, SLICE_ROWS):
-                stop = min(missing, start + SLICE_ROWS)
-                batch = self._begin_slice(chunk, start, stop, own, missing)
+            rows = max(1, SLICE_BYTES // (chunk.stride + 1))
+            for start in range(0, missing, rows):
+                batch = self._begin_slice(chunk, start, min(missing, start + rows), own, missing)
+                batch.placing, batch.stream = chunk.placing(), stream.ptr
                 unanswered = self._fill_slice(chunk, start, batch, stream, gather)
                 if len(unanswered):
                     left.append((chunk, unanswered))
@@ -99,9 +106,9 @@ class MissRows:
         """Fill the misses of ``batch``, from ``start`` on; return the positions of keys without a row."""
         buffer, n = self._buffers[0], len(batch.positions)
         unanswered = gather(batch)
-        if unanswered < n:
+        if unanswered < n and not batch.is_placed:
             chunk.place(stream, start, n, buffer.rows_at, buffer.sources_at)
-            buffer.sent.record(stream)
+        buffer.sent.record(stream)
         return batch.positions[batch.sources == UNANSWERED] if unanswered else _NONE
 
 

@@ -26,7 +26,7 @@ from hps.cuda.launch import (
     units_of,
     windows_of,
 )
-from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
+from hps.cuda.loader import BLOCK, CudaKernel, KernelStruct, cupy, kernel
 from hps.cuda.prepared import address_of
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.scatter import tile_of_rows
@@ -35,7 +35,7 @@ from hps.native import COMPILED, WorkerPool, copy_keys
 from hps.types import KeyArray
 
 if COMPILED:
-    from hps.native.launching import FetchLaunch, run_chunks
+    from hps.native.launching import FetchLaunch, PlaceLaunch, run_chunks
 
 
 class VectorFetch:
@@ -240,6 +240,11 @@ class _Chunk:
         parts["source"] = self._args.array["part"]["source"][: len(self.tables)]
         self._place_outs = parts["out"]
         self._place: CudaKernel = kernel(f"place_kernel<{self._place_tile}, {unit}>")
+        self._native_place: Any = None
+        if COMPILED:
+            rows_a_block = BLOCK // self._place_tile
+            at = self._place.address, rows_a_block, address_of(args.array)
+            self._native_place = PlaceLaunch.make(*at)
 
     # -- fetching ---------------------------------------------------------------------------------
 
@@ -307,6 +312,11 @@ class _Chunk:
         if fetch.lists_keys:
             return positions, self._miss_keys[start:stop], True
         return positions, fetch.flat[self.first : self.last], False
+
+    def placing(self) -> Any:
+        """Return the `PlaceLaunch` of the chunk's rows; None without the compiled core."""
+        self._place_outs[:] = self._outs
+        return self._native_place
 
     def place(self, stream: Any, first: int, n: int, rows_at: int, sources_at: int) -> None:
         """Write ``n`` rows, `stride` bytes apart, to the positions of the misses from ``first`` on.

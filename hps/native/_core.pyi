@@ -139,8 +139,12 @@ def gather_misses(
     counts: NDArray[np.uint32],
     listed: bool = False,
     pool: WorkerPool | None = None,
+    placing: PlaceLaunch | None = None,
+    stream: int = 0,
 ) -> int:
-    """See twin_misses.gather_misses. Raises TypeError or ValueError for arrays that do not fit."""
+    """See twin_misses.gather_misses. Raises TypeError or ValueError for arrays that do not fit.
+
+    ``placing``: places the rows on ``stream`` as they are gathered. RuntimeError is the driver's error."""
 
 def copy_keys(
     arrays: list[NDArray[np.int64]], out: NDArray[np.int64], pool: WorkerPool | None = None
@@ -199,6 +203,12 @@ class FetchLaunch:
     ) -> None:
         """Like `run_parts` for one part without positions, in chunks, as ``pool`` copies ``keys (n,)`` to the
         part's address. Without the GIL. Raises ValueError for other parts."""
+
+class PlaceLaunch:
+    """Launches of place_kernel with prepared arguments; addresses are integers."""
+
+    @staticmethod
+    def make(function: int, rows_a_block: int, arguments: int) -> PlaceLaunch: ...
 
 def run_chunks(
     launches: list[FetchLaunch],

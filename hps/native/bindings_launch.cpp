@@ -175,6 +175,14 @@ std::uint32_t py_wait(const PyLaunch& self) {
 }  // namespace
 
 void bind_launch(nb::module_& m) {
+  nb::class_<hps::PlaceLaunch>(m, "PlaceLaunch")
+      .def_static(
+          "make",
+          [](Address function, std::uint32_t rows_a_block, Address arguments) {
+            return hps::PlaceLaunch{pointer<void>(function), rows_a_block,
+                                    pointer<hps::PlaceArgs>(arguments)};
+          },
+          nb::arg("function"), nb::arg("rows_a_block"), nb::arg("arguments"));
   nb::class_<PyLaunch>(m, "FetchLaunch")
       .def_static("make", &make_launch, nb::arg("arguments"), nb::arg("count"),
                   nb::arg("count_arguments"), nb::arg("now"))

@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "bindings_table.hpp"
+#include "hps/fetch_launch.hpp"
 #include "hps/miss_gather.hpp"
 
 namespace {
@@ -37,13 +38,21 @@ void read_parts(const nb::list& tables, const Positions& bases, std::size_t stri
   }
 }
 
-std::size_t gather_checked(const hps::MissList& list, std::size_t total, hps::WorkerPool* pool) {
+std::size_t gather_checked(const hps::MissList& list, std::size_t total, hps::WorkerPool* pool,
+                           const hps::PlaceLaunch* placing, void* stream) {
   std::size_t unanswered = 0;
   bool fit = true;
   without_gil(list.n, [&] {
     for (std::size_t i = 0; i < list.n; ++i) fit &= list.positions[i] < total;
-    if (fit)
+    if (!fit) return;
+    if (placing != nullptr) {
+      unanswered = hps::gather_misses(list, pool, [&](std::size_t first, std::size_t n) {
+        placing->launch(list.positions + first, list.rows + first * list.stride,
+                        list.sources + first, n, stream);
+      });
+    } else {
       unanswered = pool == nullptr ? hps::gather_misses(list) : hps::gather_misses(list, *pool);
+    }
   });
   check(fit, "positions must be those of keys");
   return unanswered;
@@ -52,7 +61,8 @@ std::size_t gather_checked(const hps::MissList& list, std::size_t total, hps::Wo
 std::size_t py_gather_misses(const nb::list& tables, const Positions& bases, const Keys& keys,
                              const Positions& positions, const Bytes2& rows,
                              const Array<std::uint8_t>& sources, std::uint8_t code,
-                             const Counts& counts, bool listed, hps::WorkerPool* pool) {
+                             const Counts& counts, bool listed, hps::WorkerPool* pool,
+                             const hps::PlaceLaunch* placing, std::uint64_t stream) {
   const std::size_t count = nb::len(tables), n = positions.shape(0);
   check(rows.shape(0) == n && sources.shape(0) == n && (!listed || keys.shape(0) == n),
         "rows, sources and listed keys must have one entry per position");
@@ -63,7 +73,8 @@ std::size_t py_gather_misses(const nb::list& tables, const Positions& bases, con
   read_parts(tables, bases, rows.shape(1), listed ? nullptr : keys.data(), parts.get(), held.get());
   return gather_checked({parts.get(), count, positions.data(), listed_keys, n, rows.data(),
                          rows.shape(1), sources.data(), code, counts.data()},
-                        listed ? UINT32_MAX : keys.shape(0), pool);
+                        listed ? UINT32_MAX : keys.shape(0), pool, placing,
+                        reinterpret_cast<void*>(stream));
 }
 
 // Copies arrays of keys to `out`, one after the other; returns their number.
@@ -112,7 +123,8 @@ void bind_misses(nb::module_& m) {
   m.def("gather_misses", &py_gather_misses, nb::arg("tables"), nb::arg("bases").noconvert(),
         nb::arg("keys").noconvert(), nb::arg("positions").noconvert(), nb::arg("rows").noconvert(),
         nb::arg("sources").noconvert(), nb::arg("code"), nb::arg("counts").noconvert(),
-        nb::arg("listed") = false, nb::arg("pool").none() = nb::none());
+        nb::arg("listed") = false, nb::arg("pool").none() = nb::none(),
+        nb::arg("placing").none() = nb::none(), nb::arg("stream") = 0);
   m.def("copy_keys", &py_copy_keys, nb::arg("arrays"), nb::arg("out").noconvert(),
         nb::arg("pool").none() = nb::none());
 }

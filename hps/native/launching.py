@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
-from hps.native._core import FetchLaunch, hold_back, order_after, run_chunks, waited_ns
+from hps.native._core import (
+    FetchLaunch,
+    PlaceLaunch,
+    hold_back,
+    order_after,
+    run_chunks,
+    waited_ns,
+)
 
-__all__ = ["FetchLaunch", "hold_back", "order_after", "run_chunks", "waited_ns"]
+__all__ = ["FetchLaunch", "PlaceLaunch", "hold_back", "order_after", "run_chunks", "waited_ns"]

@@ -35,6 +35,8 @@ def gather_misses(
     counts: NDArray[np.uint32],
     listed: bool = False,
     pool: WorkerPool | None = None,
+    placing: Any = None,
+    stream: int = 0,
 ) -> int:
     """Copy the rows of missing keys from ``tables`` to ``rows``; return the number of keys without a row.
 
@@ -44,7 +46,7 @@ def gather_misses(
     of ``rows (m, stride)``, and ``sources[i]`` becomes ``code``, or `UNANSWERED` if the table has no row (or
     is None). A deleted key has no row. Adds each part's misses and rows found to ``counts (parts, 2)``.
     Counts as a use of the rows. Thread-safe, also in parallel to the tables' writers. Raises ValueError for a
-    position outside the batch.
+    position outside the batch. ``placing`` and ``stream`` are of the compiled core.
     """
     if not listed and len(positions) and positions.max() >= len(keys):
         raise ValueError("positions must be those of keys")

@@ -84,6 +84,16 @@ std::uint32_t FetchLaunch::wait() const {
   return static_cast<std::uint32_t>(load_acquire(result));
 }
 
+void PlaceLaunch::launch(const std::uint32_t* positions, const std::uint8_t* rows,
+                         const std::uint8_t* sources, std::size_t n,
+                         CudaDriver::Handle stream) const {
+  arguments->positions = reinterpret_cast<std::uint64_t>(positions);
+  arguments->rows = reinterpret_cast<std::uint64_t>(rows);
+  arguments->sources = reinterpret_cast<std::uint64_t>(sources);
+  arguments->n = static_cast<std::uint32_t>(n);
+  launch_kernel(function, (arguments->n + rows_a_block - 1) / rows_a_block, arguments, stream);
+}
+
 std::uint64_t waited_ns() { return static_cast<std::uint64_t>(waited.count()); }
 
 void hold_back(CudaDriver::Handle stream, const std::vector<CudaDriver::Handle>& events) {

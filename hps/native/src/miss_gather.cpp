@@ -73,7 +73,9 @@ std::size_t gather_parts(const MissList& list, Piece& piece, std::size_t first, 
   return unanswered;
 }
 
-// Groups the misses [first, last) by part, and gathers group by group.
+}  // namespace
+
+// Groups the misses by part, and gathers group by group.
 std::size_t gather_piece(const MissList& list, std::size_t first, std::size_t last) {
   Piece piece;
   const std::size_t n = last - first;
@@ -88,8 +90,6 @@ std::size_t gather_piece(const MissList& list, std::size_t first, std::size_t la
     unanswered += gather_parts(list, piece, first, n, part);
   return unanswered;
 }
-
-}  // namespace
 
 std::size_t gather_misses(const MissList& list) {
   std::size_t unanswered = 0;

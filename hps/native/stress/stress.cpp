@@ -156,19 +156,25 @@ struct Soak {
   }
 
   // Gathers as for a GPU cache's misses, the keys in two parts and each twice in the list, with the
-  // threads of a pool that the readers share.
+  // threads of a pool that the readers share; their rows are placed in order as they are complete.
   void gather_misses(const std::int64_t* keys, std::size_t n) {
     const auto half = static_cast<std::uint32_t>(n / 2);
     const hps::MissPart parts[] = {{&table, keys, 0}, {&table, keys + half, half}};
-    std::vector<std::uint32_t> positions(8 * hps::kMissPiece);
+    std::vector<std::uint32_t> positions(20 * hps::kMissPiece + 5);
     for (std::size_t i = 0; i < positions.size(); ++i)
       positions[i] = static_cast<std::uint32_t>(i * 7 % n);
     const std::size_t m = positions.size(), stride = row_bytes + 8;
     std::vector<std::uint8_t> rows(m * stride), sources(m);
     std::uint32_t counts[4] = {};
+    std::size_t placed = 0;
     std::size_t unanswered = hps::gather_misses(
         {parts, 2, positions.data(), nullptr, m, rows.data(), stride, sources.data(), 2, counts},
-        workers);
+        &workers, [&](std::size_t first, std::size_t count) {
+          if (first != placed) fail("rows were placed in a wrong order");
+          for (placed += count; first < placed; ++first)
+            if (sources[first] == 0) fail("rows were placed before they were gathered");
+        });
+    if (placed != m) fail("rows were not placed");
     if (counts[0] + counts[2] != m || counts[1] + counts[3] + unanswered != m)
       fail("the misses were counted wrongly");
     for (std::size_t i = 0; i < m; ++i) {

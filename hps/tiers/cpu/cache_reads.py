@@ -88,7 +88,7 @@ class CacheReads:
 
         Returns the number of keys without a row, which includes deleted keys. Counts as a use of the rows.
         ``pool``: threads to gather with; None: the caller's alone."""
-        return gather_misses(
+        left = gather_misses(
             [self._tables.get(table) for table in batch.tables],
             batch.bases,
             batch.keys,
@@ -99,7 +99,11 @@ class CacheReads:
             batch.counts,
             batch.listed,
             pool,
+            batch.placing,
+            batch.stream,
         )
+        batch.is_placed = batch.placing is not None
+        return left
 
     def complete(self, bags: Bags, rows: VectorArray) -> bool:
         """Pool again the bags with misses, with ``rows (m, dim)`` for the missing keys.

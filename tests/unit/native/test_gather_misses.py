@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hps.cuda.launch import PLACE_ARGS
 from hps.native import _core as native
 from hps.native import twin_misses
+from hps.native.launching import PlaceLaunch
 from hps.native.twin_cache import CacheTable as TwinTable
 
 KEYS_HELD = 200
@@ -42,6 +44,23 @@ def gather(function, tables, keys, positions, stride, pool=None, listed=False):
     )
     rows[sources == twin_misses.UNANSWERED] = 0  # undefined
     return left, rows.tolist(), sources.tolist(), counts.tolist()
+
+
+def test_rows_are_placed_as_they_are_gathered():
+    """Without a driver the first launch fails, with all rows gathered and its arguments set."""
+    table, _ = filled(ROWS[1])
+    positions = np.arange(KEYS_HELD, dtype=np.uint32)[::-1].copy()
+    rows, sources = np.zeros((KEYS_HELD, 144), np.uint8), np.zeros(KEYS_HELD, np.uint8)
+    at, counts, args = np.zeros(1, np.uint32), np.zeros((1, 2), np.uint32), np.zeros((), PLACE_ARGS)
+    placing = PlaceLaunch.make(0, 32, args.ctypes.data)
+    with pytest.raises(RuntimeError, match=r"no CUDA driver|cuLaunchKernel failed: CUDA_ERROR"):
+        native.gather_misses(
+            [table], at, np.arange(KEYS_HELD), positions, rows, sources, 3, counts, placing=placing
+        )
+    assert (sources != 0).all()
+    addresses = [array.ctypes.data for array in (positions, rows, sources)]
+    assert [int(args[name]) for name in ("positions", "rows", "sources")] == addresses
+    assert int(args["n"]) == KEYS_HELD
 
 
 @settings(deadline=None, max_examples=60)

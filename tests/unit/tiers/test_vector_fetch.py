@@ -252,7 +252,7 @@ def test_rows_of_device_and_host_reach_their_places(
         monkeypatch.setattr(vector_fetch, "chunk_keys", lambda _keys: 500)
         monkeypatch.setattr(vector_fetch, "COUNTED_BEHIND", 0)
         monkeypatch.setattr(vector_fetch, "COPIED_IN_CHUNKS", 0)
-        monkeypatch.setattr(miss_fill, "SLICE_ROWS", 70)
+        monkeypatch.setattr(miss_fill, "SLICE_BYTES", 15_000)
     numbers = [SIZES[sizes](i) for i in range(COUNT)]
     there = [where == "device" or (where == "both" and i % 3 == 0) for i in range(COUNT)]
     widths = [n * t.row_bytes for n, t in zip(numbers, tables, strict=True)]

@@ -65,6 +65,30 @@ struct FetchLaunch {
   std::uint32_t wait() const;
 };
 
+// PlacePart and PlaceArgs of hps/cuda/scatter.cu.
+struct PlacePart {
+  std::uint64_t out, source;
+  std::uint32_t base, row_bytes;
+};
+struct PlaceArgs {
+  std::uint64_t positions, rows, sources;
+  std::uint32_t n, stride, parts, unused;
+  PlacePart part[FetchArgs::kParts];
+};
+static_assert(sizeof(PlaceArgs) == 40 + 32 * 24);
+
+// Launches of place_kernel for ranges of the rows that the host has for missing keys. One thread at
+// a time; the kernel's context must be current. Throws std::runtime_error like FetchLaunch.
+struct PlaceLaunch {
+  CudaDriver::Handle function;
+  std::uint32_t rows_a_block;
+  PlaceArgs* arguments;
+
+  // Places `n` rows, `stride` bytes apart in memory that the device can read, as the other arrays.
+  void launch(const std::uint32_t* positions, const std::uint8_t* rows, const std::uint8_t* sources,
+              std::size_t n, CudaDriver::Handle stream) const;
+};
+
 // Returns the nanoseconds that this thread has spent in FetchLaunch::wait.
 std::uint64_t waited_ns();
 

@@ -2,16 +2,11 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <exception>
-#include <memory>
-#include <thread>
 #include <vector>
 
-#include "hps/relaxed.hpp"
-#include "hps/worker_pool.hpp"
+#include "hps/chunked_work.hpp"
 
 namespace hps {
 
@@ -25,52 +20,25 @@ class ChunkedCopy {
     const auto* source = static_cast<const std::uint8_t*>(from);
     auto* target = static_cast<std::uint8_t*>(to);
     for (std::size_t at = 0; at < bytes; at += kPieceBytes)
-      pieces_.push_back(
-          {source + at, target + at, std::min(kPieceBytes, bytes - at), ends_.size()});
+      pieces_.push_back({source + at, target + at, std::min(kPieceBytes, bytes - at)});
   }
   // Ends the last chunk.
   void end_chunk() { ends_.push_back(pieces_.size()); }
 
-  // Copies all, with the threads of `pool` unless null, and calls `ready(chunk)` on this thread, in
-  // order, as each chunk is complete. Throws what `ready` throws, once no thread copies any more.
+  // Copies all; `pool` and `ready` as for run_in_chunks.
   template <typename Ready>
-  void run(WorkerPool* pool, const Ready& ready) {
-    const std::unique_ptr<std::atomic<std::size_t>[]> left(
-        new std::atomic<std::size_t>[ends_.size()]);
-    for (std::size_t i = 0, start = 0; i < ends_.size(); start = ends_[i++])
-      left[i] = ends_[i] - start;
-    std::size_t next = 0;
-    std::exception_ptr error;
-    const auto report = [&] {
-      while (!error && next < ends_.size() && left[next].load(std::memory_order_acquire) == 0) {
-        try {
-          ready(next++);
-        } catch (...) {
-          error = std::current_exception();
-        }
-      }
+  void run(WorkerPool* pool, const Ready& ready) const {
+    const auto copy = [this](std::size_t, std::size_t i) {
+      std::memcpy(pieces_[i].to, pieces_[i].from, pieces_[i].bytes);
     };
-    const std::thread::id caller = std::this_thread::get_id();
-    const auto copy = [&](std::size_t i) {
-      const Piece& piece = pieces_[i];
-      std::memcpy(piece.to, piece.from, piece.bytes);
-      left[piece.chunk].fetch_sub(1, std::memory_order_release);
-      if (std::this_thread::get_id() == caller) report();
-    };
-    if (pool != nullptr) {
-      pool->run(pieces_.size(), copy);
-    } else {
-      for (std::size_t i = 0; i < pieces_.size(); ++i) copy(i);
-    }
-    report();
-    if (error) std::rethrow_exception(error);
+    run_in_chunks(pool, ends_, copy, ready);
   }
 
  private:
   struct Piece {
     const std::uint8_t* from;
     std::uint8_t* to;
-    std::size_t bytes, chunk;
+    std::size_t bytes;
   };
   std::vector<Piece> pieces_;
   std::vector<std::size_t> ends_;

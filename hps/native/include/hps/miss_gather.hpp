@@ -1,10 +1,14 @@
 // Gather of the rows that a GPU cache misses, from tables in host memory into staging memory.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "hps/cache_table.hpp"
+#include "hps/chunked_work.hpp"
 #include "hps/worker_pool.hpp"
 
 namespace hps {
@@ -42,5 +46,36 @@ std::size_t gather_misses(const MissList& list);
 
 // The same with the threads of `pool`.
 std::size_t gather_misses(const MissList& list, WorkerPool& pool);
+
+// The same, with `pool` unless it is null, and calls `place(first, n)` on this thread for ranges of
+// misses, in order, as their rows are complete. Throws what `place` throws.
+template <typename Place>
+std::size_t gather_misses(const MissList& list, WorkerPool* pool, const Place& place);
+
+// Gathers the misses [first, last), at most kMissPiece.
+std::size_t gather_piece(const MissList& list, std::size_t first, std::size_t last);
+
+constexpr std::size_t kPlacedPieces = 8;  // pieces of a range: a launch takes the host some 5 us
+
+template <typename Place>
+std::size_t gather_misses(const MissList& list, WorkerPool* pool, const Place& place) {
+  const std::size_t pieces = (list.n + kMissPiece - 1) / kMissPiece;
+  std::vector<std::size_t> ends;
+  for (std::size_t end = 0; end < pieces;)
+    ends.push_back(end = std::min(pieces, end + kPlacedPieces));
+  std::atomic<std::size_t> unanswered{0};
+  run_in_chunks(
+      pool, ends,
+      [&](std::size_t, std::size_t piece) {
+        const std::size_t first = piece * kMissPiece;
+        const std::size_t left = gather_piece(list, first, std::min(list.n, first + kMissPiece));
+        if (left != 0) unanswered.fetch_add(left, std::memory_order_relaxed);
+      },
+      [&](std::size_t chunk) {
+        const std::size_t first = chunk * kPlacedPieces * kMissPiece;
+        place(first, std::min(list.n, ends[chunk] * kMissPiece) - first);
+      });
+  return unanswered;
+}
 
 }  // namespace hps
