@@ -54,8 +54,8 @@ from benchmarks.native_load import Callers, run_load
 from benchmarks.peers.environments import ENVIRONMENTS
 from benchmarks.peers.perf_analyzer import Tensors, perf_analyzer
 
-BATCHES, CALLERS = (1, 64, 1024), (1, 8, 64)
-CHECKED_BATCHES = (1, 64)
+BATCHES, CALLERS = (1, 64, 1024), (1, 8, 32)
+GENERATOR_BATCHES, GENERATOR_CALLERS = (1, 64), (1, 8, 64)
 SAMPLES = 128
 """Of perf_analyzer: it copies all of them for each request in flight before it begins."""
 PERF_ANALYZER_PROTOCOL = {"rest": "http", "grpc": "grpc"}
@@ -102,20 +102,20 @@ class Load:
     callers: int
 
 
-def measure_generators(bench: Bench, target: Target, scene: Scene) -> None:
+def measure_generators(bench: Bench, target: Target, scene: Scene, callers: Sequence[int]) -> None:
     """Both load generators on one server, one after the other, with as many requests in flight."""
     rows: list[Mapping[str, Any]] = []
     missed = dict.fromkeys(PROTOCOLS, 0.0)
     steps = perf_analyzer_steps(scene.rows)
-    for batch in CHECKED_BATCHES:
+    for batch in GENERATOR_BATCHES:
         for protocol in PROTOCOLS:
-            for callers in bench.extent.callers:
-                load = Load(protocol, batch, callers)
+            for count in callers:
+                load = Load(protocol, batch, count)
                 row, uncounted = measure_native(bench, target, scene, load)
                 missed[protocol] = max(missed[protocol], uncounted)
                 other = measure_perf_analyzer(bench, target, scene, load, steps)
                 rows.append(
-                    {"protocol": protocol, "batch": batch, "in flight": callers} | row | other
+                    {"protocol": protocol, "batch": batch, "in flight": count} | row | other
                 )
     bench.report.values |= {f"counted_{protocol}": most for protocol, most in missed.items()}
     bench.report.tables["load generators, the same server"] = rows
@@ -189,8 +189,7 @@ def measure_triton(bench: Bench, scene: Scene, ours: Cells, instances: Instances
 def warm_up(bench: Bench, target: Target, scene: Scene) -> None:
     """Load the server with each batch, since CUDA's first runs of a size are slow."""
     for batch in bench.extent.batches:
-        for callers in bench.extent.callers[1:]:
-            bench.load(target.addresses["rest"], scene.template("rest", batch), callers)
+        bench.load(target.addresses["rest"], scene.template("rest", batch), bench.extent.callers[1])
 
 
 def judge(values: dict[str, float], ours: Cells, triton: Cells) -> None:
@@ -211,8 +210,10 @@ def run(options: Options) -> Report:
     report, cores = Report(), Cores.of(sorted(os.sched_getaffinity(0)))
     asked, has_gpu = options.extra.get("workers"), gpu_missing() is None
     workers = min(8, len(cores.workers)) if asked is None else int(asked)
-    extent = Extent(0.3, (1, 64), (1, 8))
+    in_flight: tuple[int, ...] = (1, 8)
+    extent = Extent(0.3, (1, 64), in_flight)
     if not options.quick:
+        in_flight = GENERATOR_CALLERS
         extent = Extent(float(options.extra.get("seconds") or 1.0), BATCHES, CALLERS)
     bench = Bench(report, extent, cores, workers)
     parts = str(options.extra.get("parts") or "generators,triton").split(",")
@@ -234,7 +235,7 @@ def run(options: Options) -> Report:
             target = Target.of("ours", server)
             ours = measure_predictions(bench, target, scene) if "triton" in parts else {}
             if "generators" in parts:
-                measure_generators(bench, target, scene)
+                measure_generators(bench, target, scene, in_flight)
         if "triton" in parts:
             measure_triton(bench, scene, ours, instances)
     report.values["wrong"] = float(bench.faults)
