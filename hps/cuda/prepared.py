@@ -171,6 +171,15 @@ class PreparedRowPooling:
         for run, blocks, args in self._launches:
             run.launch(blocks, args, stream.ptr)
 
+    def steps(self) -> list[Any]:
+        """Return the same launch as steps of the batch scheduler. They use this object's memory."""
+        from hps.native.scheduler import Step
+
+        return [
+            Step.kernel(run.address, blocks, BLOCK, address_of(args.array), False, [])
+            for run, blocks, args in self._launches
+        ]
+
     @staticmethod
     def _prepare(requests: Sequence[FixedRows]) -> tuple[CudaKernel, int, KernelStruct]:
         tile, unit = tile_and_unit([len(request.fallback) for request in requests])

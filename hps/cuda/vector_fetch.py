@@ -103,6 +103,17 @@ class VectorFetch:
                 chunk.take_keys(arrays, pool)
             chunk.launch(stream, block, used)
 
+    def fill_steps(
+        self, keys_at: Sequence[int], hotness: Sequence[int], tables: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the fetch as steps of the batch scheduler, and a native `FillChunk` for each chunk.
+
+        ``keys_at``: the addresses of each table's keys, which count as ``on_device``; ``offsets`` are
+        addresses, too. ``hotness``: keys per sample; ``tables``: the `CacheTable` of each table, or None.
+        They use this object's memory."""
+        parts = [chunk.fill_steps(keys_at, hotness, tables) for chunk in self.chunks]
+        return [step for steps, _ in parts for step in steps], [chunk for _, chunk in parts]
+
 
 _Piece = tuple[int, int, int]
 """Keys of one chunk: the number of their table, and their range among its keys."""
@@ -286,6 +297,42 @@ class _Chunk:
         for table in self._timed:
             table.publish_now()
 
+    def fill_steps(
+        self, keys_at: Sequence[int], hotness: Sequence[int], tables: Sequence[Any]
+    ) -> tuple[list[Any], Any]:
+        """See `VectorFetch.fill_steps`."""
+        from hps.native.scheduler import FillChunk
+
+        for part, index, offset in self._device_parts:
+            self._keys[part] = keys_at[index] + offset
+        self._outs[:] = self._place_outs[:] = self._offsets
+        fresh = [
+            (address_of(self._now[i : i + 1]), address_of(table.now_cell))
+            for i, table in enumerate(self._held)
+        ]
+        steps = [_kernel_step(self._kernels.one(), self._blocks, self._args, fresh)]
+        if self._is_counted_behind:
+            steps.append(_kernel_step(self._count, 1, self._count_args))
+        parts = [
+            (
+                *(tables[index], int(self.bases[i]), start, stop - start, hotness[index], index),
+                address_of(self._ns[i : i + 1]),
+            )
+            for i, (index, start, stop) in enumerate(self._pieces)
+        ]
+        fields = self._place_args.array
+        arguments = (
+            *(address_of(fields["positions"]), address_of(fields["rows"])),
+            *(address_of(fields["sources"]), address_of(fields["n"])),
+        )
+        return steps, FillChunk.make(
+            parts,
+            *(address_of(self._result), self.positions_at, address_of(self._miss_keys)),
+            place=_kernel_step(self._place, 0, self._place_args),
+            rows_per_block=BLOCK // self._place_tile,
+            arguments=arguments,
+        )
+
     def _limit(self, used: NDArray[np.int64] | None) -> None:
         """Fetch only the first ``used (tables,)`` keys of each table of the fetch; None: all."""
         self._partial = used is not None
@@ -326,6 +373,16 @@ class _Chunk:
         args["positions"], args["n"] = self.positions_at + 4 * first, n
         args["rows"], args["sources"] = rows_at, sources_at
         self._place.launch(blocks_of(n, self._place_tile), args, stream.ptr)
+
+
+def _kernel_step(
+    run: CudaKernel, blocks: int, args: KernelStruct, fresh: Sequence[tuple[int, int]] = ()
+) -> Any:
+    """Return a launch as a step of the batch scheduler; with ``fresh`` it reads tables."""
+    from hps.native.scheduler import Step
+
+    at = address_of(args.array)
+    return Step.kernel(run.address, blocks, BLOCK, at, reads_tables=bool(fresh), fresh=fresh)
 
 
 def _pinned(count: int, dtype: Any, *, needed: bool = True) -> tuple[NDArray[Any], int]:

@@ -337,12 +337,51 @@ class Step:
         values that are copied there before each launch. Writers wait for one that reads tables."""
 
     @staticmethod
+    def clear(device: int, nbytes: int, /) -> Step:
+        """Fill device memory with zeros."""
+
+    @staticmethod
     def graph(executable: int, /) -> Step:
         """Launch a recorded graph."""
 
     @staticmethod
     def call(function: Callable[[], bool], /) -> Step:
         """Call a function, which logs its errors and returns False for them."""
+
+class FillChunk:
+    """A launch of a `MissFill`'s fetch; see hps/native/include/hps/miss_fill.hpp. Addresses are integers."""
+
+    @staticmethod
+    def make(
+        parts: Sequence[tuple[CacheTable | None, int, int, int, int, int, int]],
+        missing: int,
+        positions: int,
+        keys: int,
+        place: Step,
+        rows_per_block: int,
+        arguments: tuple[int, int, int, int],
+    ) -> FillChunk:
+        """``parts``: table in host memory (the caller keeps it), base, first key, keys, hotness, feature,
+        and the address of the number of keys to fetch. ``arguments``: addresses of the arguments of
+        ``place``: positions, rows, source codes, n."""
+
+class MissFill:
+    """A lane's work for batches with missing rows; see hps/native/include/hps/miss_fill.hpp."""
+
+    @staticmethod
+    def make(
+        fetch: Sequence[Step],
+        chunks: Sequence[FillChunk],
+        rest: Sequence[Step],
+        memory: int,
+        bytes: int,
+        stride: int,
+        code: int,
+        pool: WorkerPool | None = None,
+    ) -> MissFill:
+        """``memory``: pinned, of ``bytes``, for rows at ``stride`` and their source codes.
+
+        Raises ValueError for memory of less than two rows, or too small a stride."""
 
 class SizeClass:
     """A lane's steps for batches of up to ``batch`` samples."""
@@ -354,17 +393,19 @@ class SizeClass:
         outputs: Sequence[int],
         missing_keys: Sequence[int],
         steps: Sequence[Step],
+        fill: MissFill | None = None,
     ) -> SizeClass:
         """``inputs``, ``outputs``: addresses of the columns in host memory; ``missing_keys``: of uint32
-        counts that the steps leave, 0 if every row was on the device."""
+        counts that the steps leave, 0 if every row was on the device. Without ``fill``,
+        requests with missing rows are slow."""
 
 class BatchScheduler:
     """Continuous batching; see hps/batch_scheduler.hpp. Thread-safe; `run` is its thread.
 
     ``wake`` is a non-blocking eventfd, which is closed with it. ``spin_us``: time to look for requests
-    before it sleeps."""
+    before it sleeps. ``gathered_here``: misses of a batch that its thread gathers itself."""
 
-    def __init__(self, wake: int, spin_us: int) -> None: ...
+    def __init__(self, wake: int, spin_us: int, gathered_here: int = 256) -> None: ...
     def run(self) -> None:
         """Run until `stop`."""
 
@@ -383,14 +424,15 @@ class BatchScheduler:
 
     def remove_channel(self, channel: int, /) -> None: ...
     def counts(self, model: int, /) -> dict[str, int]: ...
-    def take_incomplete(self, timeout_ms: int) -> tuple[int, int, int] | None:
-        """Wait for a batch with missing rows: its lane, size class and samples."""
+    def fill_batches(self) -> None:
+        """Gather rows of batches with many misses, until `stop`, as a thread of its own."""
 
-    def finish_incomplete(self, lane: int, unresolved: NDArray[np.uint8], /) -> None:
-        """End such a batch, whose outputs are in the lane's memory.
+    @property
+    def filling_threads(self) -> int:
+        """The number of threads in `fill_batches`."""
 
-        Requests with a sample whose ``unresolved (samples,)`` is not 0 go to `take_slow`; samples beyond the
-        array's end count as unresolved."""
+    def take_report(self, timeout_ms: int) -> dict[str, Any] | None:
+        """Wait for a report of filled batches: `FillReport` of hps/batch_scheduler.hpp."""
 
     def take_slow(
         self, timeout_ms: int

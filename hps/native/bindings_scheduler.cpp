@@ -1,6 +1,7 @@
 // Python bindings of the batch scheduler and of its clients' channels.
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -13,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.hpp"
+#include "bindings_table.hpp"
 #include "hps/batch_scheduler.hpp"
 
 namespace {
@@ -86,10 +87,66 @@ hps::Step call_step(nb::object function) {
   return step;
 }
 
+hps::Step clear_step(Address device, std::size_t bytes) {
+  return copy_step(hps::Step::Kind::kClear, device, 0, bytes);
+}
+
+// Table or None, base, first, count, hotness, feature, address of `used`.
+using PartFields = std::tuple<nb::object, std::uint32_t, std::uint32_t, std::uint32_t,
+                              std::uint32_t, std::uint32_t, Address>;
+
+hps::FillChunk make_chunk(const std::vector<PartFields>& parts, Address missing, Address positions,
+                          Address keys, const hps::Step& place, std::uint32_t rows_per_block,
+                          const std::tuple<Address, Address, Address, Address>& arguments) {
+  hps::FillChunk made{};
+  for (const auto& [table, base, first, count, hotness, feature, used] : parts) {
+    const CacheTable* held = nullptr;
+    if (!table.is_none()) held = nb::cast<const CacheTable*>(table);
+    made.parts.push_back({held == nullptr ? nullptr : &held->table(), base, first, count, hotness,
+                          feature, pointer<std::uint32_t>(used)});
+  }
+  made.missing = pointer<const std::uint32_t>(missing);
+  made.positions = pointer<const std::uint32_t>(positions);
+  made.keys = pointer<const std::int64_t>(keys);
+  made.place = place;
+  made.rows_per_block = rows_per_block;
+  made.at_positions = pointer<std::uint64_t>(std::get<0>(arguments));
+  made.at_rows = pointer<std::uint64_t>(std::get<1>(arguments));
+  made.at_sources = pointer<std::uint64_t>(std::get<2>(arguments));
+  made.at_n = pointer<std::uint32_t>(std::get<3>(arguments));
+  return made;
+}
+
+std::shared_ptr<hps::MissFill> make_fill(std::vector<hps::Step> fetch,
+                                         std::vector<hps::FillChunk> chunks,
+                                         std::vector<hps::Step> rest, Address memory,
+                                         std::size_t bytes, std::size_t stride, std::uint8_t code,
+                                         hps::WorkerPool* pool) {
+  auto made = std::make_shared<hps::MissFill>();
+  if (stride == 0 || stride % 16 != 0 || bytes < 2 * (16 + stride + 1))
+    throw std::invalid_argument("the memory must hold two rows, whose stride is a multiple of 16");
+  made->fetch = std::move(fetch);
+  made->chunks = std::move(chunks);
+  made->rest = std::move(rest);
+  made->memory = pointer<std::uint8_t>(memory);
+  made->bytes = bytes;
+  made->stride = stride;
+  made->code = code;
+  made->pool = pool;
+  for (const hps::FillChunk& chunk : made->chunks)
+    for (const hps::FillPart& part : chunk.parts) {
+      made->features = std::max(made->features, part.feature + 1);
+      if (part.table != nullptr && part.table->header().row_bytes > stride)
+        throw std::invalid_argument("the stride must be at least as long as the tables' rows");
+      if (part.hotness == 0) throw std::invalid_argument("hotness must be at least 1");
+    }
+  return made;
+}
+
 hps::SizeClass make_size_class(std::uint32_t batch, const std::vector<Address>& inputs,
                                const std::vector<Address>& outputs,
                                const std::vector<Address>& missing_keys,
-                               std::vector<hps::Step> steps) {
+                               std::vector<hps::Step> steps, std::shared_ptr<hps::MissFill> fill) {
   hps::SizeClass made;
   made.batch = batch;
   for (const Address each : inputs) made.inputs.push_back(pointer<std::uint8_t>(each));
@@ -97,6 +154,7 @@ hps::SizeClass make_size_class(std::uint32_t batch, const std::vector<Address>& 
   for (const Address each : missing_keys)
     made.missing_keys.push_back(pointer<const std::uint32_t>(each));
   made.steps = std::move(steps);
+  made.fill = std::move(fill);
   return made;
 }
 
@@ -109,15 +167,34 @@ std::uint32_t py_add_lane(hps::BatchScheduler& scheduler, std::uint32_t model,
                             pointer<void>(stream));
 }
 
-nb::object py_take_incomplete(hps::BatchScheduler& scheduler, int timeout_ms) {
-  hps::BatchScheduler::Incomplete batch{};
+template <typename T>
+nb::object as_array(const std::vector<T>& values) {
+  std::unique_ptr<T[]> copy(new T[values.size()]);
+  std::copy(values.begin(), values.end(), copy.get());
+  return nb::cast(as_numpy(std::move(copy), values.size()));
+}
+
+nb::object py_take_report(hps::BatchScheduler& scheduler, int timeout_ms) {
+  hps::FillReport report;
   bool found = false;
   {
     const WithoutGil released;
-    found = scheduler.take_incomplete(batch, timeout_ms);
+    found = scheduler.take_report(report, timeout_ms);
   }
   if (!found) return nb::none();
-  return nb::make_tuple(batch.lane, batch.size_class, batch.samples);
+  nb::dict made;
+  made["model"] = report.model;
+  made["samples"] = report.samples;
+  made["missed"] = as_array(report.missed);
+  made["found"] = as_array(report.found);
+  made["answered"] = report.answered;
+  made["filled"] = as_array(report.filled);
+  made["fetch_s"] = as_array(report.fetch_s);
+  made["gather_s"] = as_array(report.gather_s);
+  made["request_s"] = as_array(report.request_s);
+  made["features"] = as_array(report.features);
+  made["keys"] = as_array(report.keys);
+  return made;
 }
 
 // A view that does not keep the memory.
@@ -298,13 +375,23 @@ void bind_scheduler(nb::module_& m) {
       .def_static("kernel", &kernel_step, nb::arg("function"), nb::arg("blocks"),
                   nb::arg("threads"), nb::arg("arguments"), nb::arg("reads_tables"),
                   nb::arg("fresh"))
+      .def_static("clear", &clear_step)
       .def_static("graph", &graph_step)
       .def_static("call", &call_step);
+  nb::class_<hps::FillChunk>(m, "FillChunk")
+      .def_static("make", &make_chunk, nb::arg("parts"), nb::arg("missing"), nb::arg("positions"),
+                  nb::arg("keys"), nb::arg("place"), nb::arg("rows_per_block"),
+                  nb::arg("arguments"));
+  nb::class_<hps::MissFill>(m, "MissFill")
+      .def_static("make", &make_fill, nb::arg("fetch"), nb::arg("chunks"), nb::arg("rest"),
+                  nb::arg("memory"), nb::arg("bytes"), nb::arg("stride"), nb::arg("code"),
+                  nb::arg("pool").none() = nb::none());
   nb::class_<hps::SizeClass>(m, "SizeClass")
       .def_static("make", &make_size_class, nb::arg("batch"), nb::arg("inputs"), nb::arg("outputs"),
-                  nb::arg("missing_keys"), nb::arg("steps"));
+                  nb::arg("missing_keys"), nb::arg("steps"), nb::arg("fill").none() = nb::none());
   nb::class_<hps::BatchScheduler>(m, "BatchScheduler")
-      .def(nb::init<int, std::uint32_t>(), nb::arg("wake"), nb::arg("spin_us"))
+      .def(nb::init<int, std::uint32_t, std::size_t>(), nb::arg("wake"), nb::arg("spin_us"),
+           nb::arg("gathered_here") = 256)
       .def("run",
            [](hps::BatchScheduler& scheduler) {
              const WithoutGil released;
@@ -326,13 +413,13 @@ void bind_scheduler(nb::module_& m) {
       .def("add_channel", &hps::BatchScheduler::add_channel)
       .def("remove_channel", &hps::BatchScheduler::remove_channel)
       .def("counts", &py_counts)
-      .def("take_incomplete", &py_take_incomplete, nb::arg("timeout_ms"))
-      .def("finish_incomplete",
-           [](hps::BatchScheduler& scheduler, std::uint32_t lane, Bytes unresolved) {
-             scheduler.finish_incomplete(
-                 lane, std::vector<std::uint8_t>(unresolved.data(),
-                                                 unresolved.data() + unresolved.shape(0)));
+      .def("fill_batches",
+           [](hps::BatchScheduler& scheduler) {
+             const WithoutGil released;
+             scheduler.fill_batches();
            })
+      .def_prop_ro("filling_threads", &hps::BatchScheduler::filling_threads)
+      .def("take_report", &py_take_report, nb::arg("timeout_ms"))
       .def("take_slow", &py_take_slow, nb::arg("timeout_ms"))
       .def("answer_slow",
            [](hps::BatchScheduler& scheduler, std::uint64_t number, std::uint32_t status,

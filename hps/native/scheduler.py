@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
-from hps.native._core import BatchScheduler, ChannelClient, MessageLayout, SizeClass, Step
+from hps.native._core import (
+    BatchScheduler,
+    ChannelClient,
+    FillChunk,
+    MessageLayout,
+    MissFill,
+    SizeClass,
+    Step,
+)
 
-__all__ = ["BatchScheduler", "ChannelClient", "MessageLayout", "SizeClass", "Step"]
+__all__ = [
+    "BatchScheduler",
+    "ChannelClient",
+    "FillChunk",
+    "MessageLayout",
+    "MissFill",
+    "SizeClass",
+    "Step",
+]

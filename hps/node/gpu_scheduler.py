@@ -23,8 +23,10 @@ from hps.predict.batched_pipeline import BatchedPipeline
 from hps.predict.pipeline import InferencePipeline
 from hps.predict.scheduler.channel_socket import ChannelListener
 from hps.predict.scheduler.columns import ModelColumns
+from hps.predict.scheduler.fill_reports import FillReporter
 from hps.predict.scheduler.host import SchedulerHost
-from hps.predict.scheduler.lane_programs import BATCHES, LanePrograms, LaneTables
+from hps.predict.scheduler.lane_fill import LaneTables
+from hps.predict.scheduler.lane_programs import BATCHES, LanePrograms
 from hps.predict.scheduler.remote_network import columns_of, describe_network
 from hps.predict.scheduler.scheduled_model import ScheduledModel
 from hps.types import Source
@@ -86,11 +88,14 @@ class NodeScheduler:
         limits = BatchLimits(BATCHES[-1], _SLOW_KEYS)
         slow = _Alone(pipeline)
         batched = BatchedPipeline(slow, model.lookup.features, limits)
-        number = self._host.add_model(columns, batched.submit)
+        host = lookups[0][0].host
+        memory = tier if host.memory is None else TierMeter(self._metrics, host.memory.info.name)
+        reporter = FillReporter(columns, host, meter, (tier, memory))
+        number = self._host.add_model(columns, batched.submit, reporter)
         try:
             for lookup, device in lookups:
                 self._watch(lookup.cache)
-                tables = LaneTables(lookup.cache, lookup.host, meter, tier)
+                tables = LaneTables(lookup.cache, lookup.host)
                 for _ in range(self._settings.dense.lanes):
                     self._add_lane(number, model, network, columns, (device, tables))
         except BaseException:

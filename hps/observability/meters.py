@@ -78,11 +78,20 @@ class LookupMeter:
         """Count a lookup that skipped no tier, from ``(table, source, keys)`` instead of answers.
 
         ``features``: the feature of each entry's keys, if known."""
+        self.counted_all(answers, [seconds], features)
+
+    def counted_all(
+        self,
+        answers: Sequence[tuple[EmbeddingTable, int, int]],
+        seconds: Sequence[float],
+        features: Sequence[str] = (),
+    ) -> None:
+        """Count several lookups like `counted`; ``seconds`` of each."""
         amounts = [(self._counter(table, source), n) for table, source, n in answers]
         for name, (_, source, n) in zip(features, answers, strict=False):
             amounts.append((self._of_feature(name)[source == _DEFAULT], n))
         add_all(amounts)
-        self._seconds.observe(seconds)
+        self._seconds.observe_all(seconds)
 
     def _amounts(self, answers: Answers) -> list[tuple[Counter, int]]:
         amounts = []
@@ -175,6 +184,16 @@ class TierMeter:
         skipped: bool = False,
         /,
     ) -> None:
+        self.counted_all(counts, () if skipped else (seconds,), skipped=skipped)
+
+    def counted_all(
+        self,
+        counts: Sequence[tuple[EmbeddingTable, int, int]],
+        seconds: Sequence[float],
+        *,
+        skipped: bool = False,
+    ) -> None:
+        """Count several fetches; ``seconds`` of each."""
         amounts = []
         for table, requested, found in counts:
             counters = self._keys.get(table) or self._counters(table)
@@ -183,8 +202,7 @@ class TierMeter:
             if requested > found:
                 amounts.append((counters[2 if skipped else 1], requested - found))
         add_all(amounts)
-        if not skipped:
-            self._seconds.observe(seconds)
+        self._seconds.observe_all(seconds)
 
     def prepare(self, found: list[tuple[EmbeddingTable, int, int]]) -> Callable[[float], None]:
         """Return a function that counts a fetch that found all of these keys, given its seconds."""

@@ -136,6 +136,9 @@ class Space:
         to, source = (device, host) if inwards else (host, device)
         return call_step(lambda: ctypes.memmove(to, source, nbytes))
 
+    def clear_step(self, array: Any) -> Any:
+        return call_step(lambda: self.clear(array, None))
+
     def graph_step(self, graph: Any) -> Any:
         return call_step(lambda: graph.launch(None))
 
@@ -310,6 +313,43 @@ class VectorFetch:
             missing.append(np.flatnonzero(~found) + base)
         self.missing = np.random.default_rng(1).permutation(np.concatenate(missing))
 
+    def fill_steps(self, keys_at: Any, hotness: Any, tables: Any) -> Any:
+        """The steps, whose misses and rows are in host memory."""
+        from hps.native.scheduler import FillChunk
+
+        space, n = self._cache.space, len(self.flat)
+        used = np.zeros(len(self.requests), np.uint32)
+        missing, positions = np.zeros(1, np.uint32), np.zeros(n, np.uint32)
+        keys, arguments = np.zeros(n, np.int64), np.zeros(4, np.uint64)
+
+        def fetch() -> None:
+            arrays = [
+                there(space.at(at, size, np.int64))
+                for at, (_, size) in zip(keys_at, self.requests, strict=True)
+            ]
+            self.launch(None, 0, arrays, used=used)
+            count = len(self.missing)
+            missing[0], positions[:count] = count, self.missing
+            keys[:count] = self.flat[self.missing]
+
+        def place() -> None:
+            count = int(arguments[3])
+            self.missing = space.at(int(arguments[0]), count, np.uint32)
+            rows = space.at(int(arguments[1]), count * stride, np.uint8).reshape(count, stride)
+            self._place(rows, space.at(int(arguments[2]), count, np.uint8))
+
+        stride = -(-max(table.row_bytes for table in self.tables) // 16) * 16
+        parts = [
+            (table, int(base), 0, size, h, i, used[i:].ctypes.data)
+            for i, (table, base, (_, size), h) in enumerate(
+                zip(tables, self.bases, self.requests, hotness, strict=True)
+            )
+        ]
+        fields = tuple(arguments[i:].ctypes.data for i in range(4))
+        self._kept = used, missing, positions, keys, arguments
+        addresses = missing.ctypes.data, positions.ctypes.data, keys.ctypes.data
+        return [call_step(fetch)], [FillChunk.make(parts, *addresses, call_step(place), 64, fields)]
+
     def fill(self, gather: Any) -> MissReport | None:
         n, counts = len(self.missing), np.zeros((len(self.tables), 2), np.uint32)
         listed = any(self._on_device)
@@ -346,6 +386,9 @@ class VectorFetch:
 class PreparedRows:
     def __init__(self, cache: Cache, asks: Any) -> None:
         self._cache, self._asks = cache, asks
+
+    def steps(self) -> Any:
+        return [call_step(lambda: self.launch(None))]
 
     def launch(self, stream: Any) -> None:
         for ask in self._asks:

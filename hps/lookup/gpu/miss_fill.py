@@ -21,7 +21,7 @@ from hps.observability.meters import LookupMeter
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.fused_lookup import FusedLookup
 from hps.tiers.wrappers import FetchObserver, Promote
-from hps.types import Source
+from hps.types import EmbeddingTable, Source
 
 _ALIGN = 256
 _ALL_PROMOTED, _PROMOTED = 2048, 512
@@ -51,7 +51,7 @@ class HostCaches:
         self.memory = memory
         self.bridge = bridge
         self.pool = pool
-        self._promote = promote
+        self.promote = promote
         self.code = int(Source.DEFAULT if memory is None else memory.info.source)
         """Source code of the rows of ``memory``."""
 
@@ -66,13 +66,18 @@ class HostCaches:
             self._promote_some(batch)
         return left
 
+    def native_tables(self, tables: Sequence[EmbeddingTable]) -> list[Any]:
+        """Return the `CacheTable` of each of ``tables`` in ``memory``; None for others."""
+        memory = self.memory
+        return [None] * len(tables) if memory is None else list(memory.native_tables(tables))
+
     def _promote_some(self, batch: MissBatch) -> None:
         n = batch.total
         sample = slice(None, None, 1 if n <= _ALL_PROMOTED else n // _PROMOTED)
         positions, found = batch.positions[sample], batch.sources[sample] == self.code
         keys = batch.keys[sample] if batch.listed else batch.keys[positions]
         if len(batch.tables) == 1:
-            self._promote(batch.tables[0], keys[found])
+            self.promote(batch.tables[0], keys[found])
             return
         parts = np.searchsorted(batch.bases, positions[found], side="right") - 1
         order = np.argsort(parts, kind="stable")
@@ -80,7 +85,7 @@ class HostCaches:
         cuts = np.split(keys[found][order], np.cumsum(counts)[:-1])
         for table, own in zip(batch.tables, cuts, strict=True):
             if len(own):
-                self._promote(table, own)
+                self.promote(table, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,26 +191,6 @@ class FilledFetch:
             return False
         self._pool(stream, counts)
         return True
-
-    def run_partially(self, stream: Any, used: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Like `run`, but keys whose row is not in memory, or deleted, get the table's default.
-
-        Returns their positions by feature. Only the others are reported by `finish`."""
-        counts, left = self._start(stream, used, None)
-        unresolved = []
-        if left is not None:
-            parts = self._parts(left)
-            if self._host.bridge is not None:
-                missing = [part for part in parts if len(part.missing)]
-                self._host.bridge.fetch(missing, FetchContext(None, stream))
-            for i, (part, searched) in enumerate(zip(parts, left, strict=True)):
-                codes = _NO_CODES
-                if len(searched):
-                    codes = self._space.to_host(part.source, stream)[searched]
-                self._answers += bridged(i, codes[codes != Source.DEFAULT])
-                unresolved.append(searched[codes == Source.DEFAULT])
-        self._pool(stream, counts)
-        return unresolved
 
     def _start(
         self, stream: Any, used: NDArray[np.int64] | None, arrays: Sequence[Any] | None

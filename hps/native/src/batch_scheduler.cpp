@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <future>
 #include <stdexcept>
@@ -16,8 +15,11 @@ namespace hps {
 
 namespace {
 
-// Batches for which a lane skips its steps after they missed rows: at first, and at most.
-constexpr std::uint32_t kSkipFirst = 1, kSkipMost = 64;
+// Batches of a size are filled at once if more than this share of the recent ones missed rows. The
+// steps that ask the device alone take some 10 us less, and are lost if rows are missing.
+constexpr float kOftenMissing = 0.125F, kRecent = 1.0F / 16;
+// Bounds of a report.
+constexpr std::size_t kReportedTimes = 4096, kReportedKeys = 1 << 12;
 
 std::int64_t now_ns() {
   timespec now;
@@ -53,6 +55,11 @@ class BatchScheduler::Handoff {
       items_.push_back(item);
     }
     ready_.notify_one();
+  }
+
+  bool closed() {
+    const std::lock_guard<std::mutex> held(lock_);
+    return closed_;
   }
 
   bool take(T& item, int timeout_ms) {
@@ -109,10 +116,12 @@ struct BatchScheduler::Request {
   std::int64_t deadline_ns;
   std::uint64_t in_bytes, out_bytes;
   std::uint8_t *inputs, *outputs;
-  std::uint32_t started = 0;    // samples that are in batches, or were
-  std::uint32_t in_flight = 0;  // batches with samples of it
-  std::uint32_t direct = 0;     // samples whose rows all were on the device
-  bool slow = false;            // a batch could not be completed
+  std::uint32_t started = 0;          // samples that are in batches, or were
+  std::uint32_t in_flight = 0;        // batches with samples of it
+  std::uint32_t direct = 0;           // samples whose rows all were on the device
+  bool slow = false;                  // a batch could not be completed
+  std::uint32_t filled = 0;           // samples of batches that a MissFill completed
+  std::vector<std::uint32_t> missed;  // per feature: keys of `filled` with rows from host memory
   RequestStatus failure = RequestStatus::kPending;
   std::string error;  // why it failed
   std::int64_t launched_ns = 0;
@@ -126,26 +135,56 @@ struct BatchScheduler::Lane {
     Request* request;
     std::uint32_t start, count;
   };
-  enum class State { kIdle, kRunning, kIncomplete };
+  // Fetching, filling, finishing: the states of a MissFill.
+  enum class State { kIdle, kRunning, kFetching, kFilling, kFinishing };
 
   Lane() = default;
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
   ~Lane() {
-    for (void* event : {reader, done})
+    for (void* event : {reader, done, sent[0], sent[1]})
       if (event != nullptr) CudaDriver::get()->event_destroy(event);
   }
 
   std::uint32_t number, model;
   std::vector<SizeClass> classes;
   void *context, *stream, *reader = nullptr, *done = nullptr;
+  void* sent[2] = {};  // of the halves of a MissFill's memory
   State state = State::kIdle;
   std::vector<Piece> pieces;
-  std::uint32_t used = 0, samples = 0;  // the batch's size class, and its samples
-  std::int64_t launched_ns = 0;
+  std::uint32_t used = 0, samples = 0;           // the batch's size class, and its samples
+  std::int64_t launched_ns = 0, counted_ns = 0;  // counted: until then, as time on the device
+  std::int64_t fetched_ns = 0;                   // when the fetch began; then its duration
+  std::vector<std::uint32_t> piece_of;           // per sample
+  FillOutcome filled;
   std::string error;
 
-  const SizeClass& size() const { return classes[used]; }
+  SizeClass& size() { return classes[used]; }
+  // The device works on it; else, unless it is idle, a thread of `fill_batches`.
+  bool running() const { return state != State::kIdle && state != State::kFilling; }
+};
+
+// The stream of a lane, for a MissFill.
+class BatchScheduler::LaneStream : public FillStream {
+ public:
+  LaneStream(BatchScheduler& scheduler, Lane& lane) : scheduler_(scheduler), lane_(lane) {}
+  bool run(Step& step) override { return scheduler_.run_step(lane_, step); }
+  bool mark(unsigned half) override {
+    return lane_.done == nullptr ||
+           check(CudaDriver::get()->event_record(lane_.sent[half], lane_.stream));
+  }
+  bool wait(unsigned half) override {
+    return lane_.done == nullptr || check(CudaDriver::get()->event_synchronize(lane_.sent[half]));
+  }
+
+ private:
+  bool check(int code) {
+    if (code != kCudaSuccess) lane_.error = CudaDriver::get()->name_of(code);
+    return code == kCudaSuccess;
+  }
+
+  BatchScheduler& scheduler_;
+  Lane& lane_;
 };
 
 struct BatchScheduler::Model {
@@ -155,10 +194,18 @@ struct BatchScheduler::Model {
   std::vector<Lane*> lanes;
   std::deque<Request*> queue;
   std::unordered_map<Request*, std::unique_ptr<Request>> requests;
-  std::uint32_t skip = 0, skip_next = kSkipFirst;
+  std::vector<float> missing;  // per size class: the share of recent batches that missed rows
   bool closing = false;
   std::vector<std::shared_ptr<std::promise<void>>> closed;  // of the callers of `remove_model`
   std::shared_ptr<Counters> counters;
+
+  void note_missing(std::uint32_t size_class, bool some) {
+    if (missing.size() <= size_class) missing.resize(size_class + 1);
+    missing[size_class] += kRecent * ((some ? 1.0F : 0.0F) - missing[size_class]);
+  }
+  bool often_misses(std::uint32_t size_class) const {
+    return size_class < missing.size() && missing[size_class] > kOftenMissing;
+  }
 
   // Takes the request out of the queue, if pieces of it wait there, and gives it to the caller.
   std::unique_ptr<Request> release(Request* request) {
@@ -171,10 +218,11 @@ struct BatchScheduler::Model {
   }
 };
 
-BatchScheduler::BatchScheduler(int wake, std::uint32_t spin_us)
+BatchScheduler::BatchScheduler(int wake, std::uint32_t spin_us, std::size_t gathered_here)
     : wake_(wake),
       spin_us_(spin_us),
-      incomplete_(std::make_unique<Handoff<Incomplete>>()),
+      gathered_here_(gathered_here),
+      fills_(std::make_unique<Handoff<Lane*>>()),
       slow_requests_(std::make_unique<Handoff<SlowRequest>>()) {}
 
 BatchScheduler::~BatchScheduler() { close(wake_); }
@@ -235,7 +283,9 @@ std::uint32_t BatchScheduler::add_lane(std::uint32_t model, std::vector<SizeClas
     if (driver == nullptr) throw std::runtime_error("libcuda.so.1 cannot be loaded");
     // The caller's thread has a current context, which stays as it is: events are created by it.
     if (driver->event_create(&made.done, kEventDisableTiming) != kCudaSuccess ||
-        driver->event_create(&made.reader, kEventDisableTiming) != kCudaSuccess)
+        driver->event_create(&made.reader, kEventDisableTiming) != kCudaSuccess ||
+        driver->event_create(&made.sent[0], kEventDisableTiming) != kCudaSuccess ||
+        driver->event_create(&made.sent[1], kEventDisableTiming) != kCudaSuccess)
       throw std::runtime_error("a lane's CUDA events cannot be created");
   }
   enqueue([this, lane, number] {
@@ -286,16 +336,25 @@ ModelCounts BatchScheduler::counts(std::uint32_t model) const {
   return found == counters_.end() ? ModelCounts() : found->second->read();
 }
 
-bool BatchScheduler::take_incomplete(Incomplete& batch, int timeout_ms) {
-  return incomplete_->take(batch, timeout_ms);
+void BatchScheduler::fill_batches() {
+  ++fill_threads_;
+  while (!fills_->closed()) {
+    Lane* lane;
+    if (!fills_->take(lane, 1000)) continue;
+    const bool launched = fill(*lane);
+    enqueue([this, lane, launched] { end_fill(*lane, launched); });
+  }
+  --fill_threads_;
 }
 
-void BatchScheduler::finish_incomplete(std::uint32_t lane, std::vector<std::uint8_t> unresolved) {
-  enqueue([this, lane, unresolved = std::move(unresolved)] {
-    if (lane >= lanes_.size() || lanes_[lane] == nullptr) return;
-    Lane& ended = *lanes_[lane];
-    if (ended.state == Lane::State::kIncomplete) deliver(ended, &unresolved);
-  });
+bool BatchScheduler::take_report(FillReport& report, int timeout_ms) {
+  std::unique_lock<std::mutex> held(reports_lock_);
+  reported_.wait_for(held, std::chrono::milliseconds(timeout_ms),
+                     [&] { return stopping_ || !reports_.empty(); });
+  if (reports_.empty()) return false;
+  report = std::move(reports_.begin()->second);
+  reports_.erase(reports_.begin());
+  return true;
 }
 
 bool BatchScheduler::take_slow(SlowRequest& request, int timeout_ms) {
@@ -344,7 +403,7 @@ void BatchScheduler::run() {
       continue;
     }
     const bool device_runs = std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) {
-      return lane != nullptr && lane->state == Lane::State::kRunning;
+      return lane != nullptr && lane->running();
     });
     if (!device_runs) {
       if (idle_from == 0) idle_from = now_ns();
@@ -353,7 +412,11 @@ void BatchScheduler::run() {
     pause_briefly();
   }
   for (const auto& lane : lanes_)
-    while (lane != nullptr && lane->state == Lane::State::kRunning) end_batches();
+    while (lane != nullptr && lane->state != Lane::State::kIdle) {
+      if (changed_.load(std::memory_order_relaxed)) apply_changes();
+      end_batches();
+      pause_briefly();
+    }
   for (auto& [number, model] : models_) {
     for (auto& [pointer, request] : model->requests)
       end_request(pointer, RequestStatus::kUnavailable);
@@ -361,17 +424,22 @@ void BatchScheduler::run() {
   for (auto& [number, request] : slow_) end_request(request.get(), RequestStatus::kUnavailable);
   finish_channels();
   running_.store(false);
-  incomplete_->close();
+  close_handoffs();
+}
+
+void BatchScheduler::close_handoffs() {
+  fills_->close();
   slow_requests_->close();
 }
 
 void BatchScheduler::stop() {
-  stopping_.store(true);
-  enqueue([] {});
-  if (!running_.load()) {
-    incomplete_->close();
-    slow_requests_->close();
+  {
+    const std::lock_guard<std::mutex> held(reports_lock_);
+    stopping_.store(true);
   }
+  reported_.notify_all();
+  enqueue([] {});
+  if (!running_.load()) close_handoffs();
 }
 
 void BatchScheduler::sleep() {
@@ -515,15 +583,12 @@ bool BatchScheduler::form_batch(Model& model, Lane& lane) {
   while (lane.classes[lane.used].batch < lane.samples) ++lane.used;
   ++model.counters->batches;
   copy_in(lane, lane.size(), lane.samples);
-  lane.launched_ns = now_ns();
+  lane.launched_ns = lane.counted_ns = now_ns();
   for (const Lane::Piece& piece : lane.pieces)
     if (piece.request->launched_ns == 0) piece.request->launched_ns = lane.launched_ns;
-  if (model.skip != 0) {
-    --model.skip;
-    ++model.counters->incomplete;
-    lane.state = Lane::State::kIncomplete;
-    incomplete_->put({lane.number, lane.used, lane.samples});
-  } else if (launch(lane)) {
+  if (lane.size().fill != nullptr && model.often_misses(lane.used)) {
+    start_fill(lane);
+  } else if (launch(lane, lane.size().steps)) {
     lane.state = Lane::State::kRunning;
   } else {
     fail_batch(lane, lane.error);
@@ -549,21 +614,64 @@ void BatchScheduler::copy_in(const Lane& lane, const SizeClass& size, std::uint3
   }
 }
 
-bool BatchScheduler::launch(Lane& lane) {
+bool BatchScheduler::enter_context(Lane& lane) {
+  static thread_local void* current = nullptr;
+  if (lane.context == nullptr || current == lane.context) return true;
   const CudaDriver* driver = CudaDriver::get();
-  if (lane.context != nullptr && context_ != lane.context) {
-    if (const int code = driver->context_set(lane.context); code != kCudaSuccess) {
-      lane.error = driver->name_of(code);
-      return false;
-    }
-    context_ = lane.context;
-  }
-  for (Step& step : lane.classes[lane.used].steps)
+  const int code = driver->context_set(lane.context);
+  if (code == kCudaSuccess)
+    current = lane.context;
+  else
+    lane.error = driver->name_of(code);
+  return code == kCudaSuccess;
+}
+
+bool BatchScheduler::launch(Lane& lane, std::vector<Step>& steps) {
+  if (!enter_context(lane)) return false;
+  for (Step& step : steps)
     if (!run_step(lane, step)) return false;
   if (lane.done == nullptr) return true;
+  const CudaDriver* driver = CudaDriver::get();
   const int code = driver->event_record(lane.done, lane.stream);
   if (code != kCudaSuccess) lane.error = driver->name_of(code);
   return code == kCudaSuccess;
+}
+
+// Starts the fetch of the rows that the device has.
+void BatchScheduler::start_fill(Lane& lane) {
+  lane.size().fill->use(lane.samples);
+  lane.fetched_ns = now_ns();
+  if (!launch(lane, lane.size().fill->fetch)) return fail_batch(lane, lane.error);
+  lane.state = Lane::State::kFetching;
+}
+
+// Fills the misses of a fetch that has ended: here, or on a thread of `fill_batches`.
+void BatchScheduler::end_fetch(Lane& lane) {
+  const MissFill& fill_of = *lane.size().fill;
+  Model& model = *models_[lane.model];
+  const std::size_t missing = fill_of.missing();
+  model.note_missing(lane.used, missing != 0);
+  if (missing != 0) ++model.counters->incomplete;
+  lane.fetched_ns = now_ns() - lane.fetched_ns;
+  lane.piece_of.clear();
+  for (std::uint32_t piece = 0; piece < lane.pieces.size(); ++piece)
+    lane.piece_of.insert(lane.piece_of.end(), lane.pieces[piece].count, piece);
+  lane.filled.begin(lane.samples, lane.pieces.size(), fill_of.features);
+  if (missing <= gathered_here_ || fill_threads_ == 0) return end_fill(lane, fill(lane));
+  lane.state = Lane::State::kFilling;
+  fills_->put(&lane);
+}
+
+bool BatchScheduler::fill(Lane& lane) {
+  MissFill& fill_of = *lane.size().fill;
+  LaneStream stream(*this, lane);
+  return enter_context(lane) && fill_misses(fill_of, lane.piece_of, stream, lane.filled) &&
+         launch(lane, fill_of.rest);
+}
+
+void BatchScheduler::end_fill(Lane& lane, bool launched) {
+  if (!launched) return fail_batch(lane, lane.error);
+  lane.state = Lane::State::kFinishing;
 }
 
 bool BatchScheduler::run_step(Lane& lane, Step& step) {
@@ -575,6 +683,9 @@ bool BatchScheduler::run_step(Lane& lane, Step& step) {
       break;
     case Step::Kind::kCopyOut:
       code = driver->copy_out(step.host, step.device, step.bytes, lane.stream);
+      break;
+    case Step::Kind::kClear:
+      code = driver->clear(step.device, 0, step.bytes, lane.stream);
       break;
     case Step::Kind::kGraph:
       code = driver->graph_launch(step.function, lane.stream);
@@ -602,7 +713,7 @@ bool BatchScheduler::run_step(Lane& lane, Step& step) {
 bool BatchScheduler::end_batches() {
   bool any = false;
   for (const auto& lane : lanes_) {
-    if (lane == nullptr || lane->state != Lane::State::kRunning) continue;
+    if (lane == nullptr || !lane->running()) continue;
     if (lane->done != nullptr) {
       const CudaDriver* driver = CudaDriver::get();
       const int code = driver->event_query(lane->done);
@@ -620,26 +731,57 @@ bool BatchScheduler::end_batches() {
 }
 
 void BatchScheduler::end_batch(Lane& lane) {
+  if (lane.state == Lane::State::kFetching) return end_fetch(lane);
   Model& model = *models_[lane.model];
-  model.counters->device_ns += static_cast<std::uint64_t>(now_ns() - lane.launched_ns);
+  const std::int64_t ended_ns = now_ns();
+  model.counters->device_ns += static_cast<std::uint64_t>(ended_ns - lane.counted_ns);
+  lane.counted_ns = ended_ns;
+  if (lane.state == Lane::State::kFinishing) {
+    report_fill(lane);
+    return deliver(lane);
+  }
   std::uint64_t missing = 0;
   for (const std::uint32_t* count : lane.size().missing_keys) missing += *count;
+  lane.filled.unresolved.clear();
   if (missing == 0) {
-    model.skip_next = kSkipFirst;
-    return deliver(lane, nullptr);
+    model.note_missing(lane.used, false);
+    for (const Lane::Piece& piece : lane.pieces) piece.request->direct += piece.count;
+  } else if (lane.size().fill != nullptr) {
+    return start_fill(lane);
+  } else {
+    ++model.counters->incomplete;
+    lane.filled.unresolved.assign(lane.samples, 1);
   }
-  model.skip = model.skip_next;
-  model.skip_next = std::min(2 * model.skip_next, kSkipMost);
-  ++model.counters->incomplete;
-  lane.state = Lane::State::kIncomplete;
-  incomplete_->put({lane.number, lane.used, lane.samples});
+  deliver(lane);
 }
 
 // Copies the outputs of a batch to its requests; ends those of which it was the last batch.
-// `unresolved`: see `finish_incomplete`; null if every row was on the device.
-void BatchScheduler::deliver(Lane& lane, const std::vector<std::uint8_t>* unresolved) {
+void BatchScheduler::deliver(Lane& lane) {
   Model& model = *models_[lane.model];
-  const std::vector<std::uint32_t>& widths = model.layout.output_widths;
+  copy_out(lane);
+  const std::vector<std::uint8_t>& unresolved = lane.filled.unresolved;
+  std::size_t first = 0;  // the piece's first sample in the batch
+  lane.state = Lane::State::kIdle;
+  for (const Lane::Piece& piece : lane.pieces) {
+    Request* const request = piece.request;
+    for (std::size_t i = first; !unresolved.empty() && i < first + piece.count; ++i)
+      request->slow |= unresolved[i] != 0;
+    first += piece.count;
+    if (--request->in_flight != 0 || !request->all_started()) continue;
+    if (request->slow && !request->failed()) {
+      make_slow(request);
+    } else {
+      const std::unique_ptr<Request> ended = model.release(request);
+      end_request(request, request->failed() ? request->failure : RequestStatus::kDone,
+                  request->error);
+      if (!request->failed() && request->filled != 0) report_end(*request);
+    }
+  }
+  lane.pieces.clear();
+}
+
+void BatchScheduler::copy_out(Lane& lane) {
+  const std::vector<std::uint32_t>& widths = models_[lane.model]->layout.output_widths;
   std::uint64_t before = 0;
   for (std::size_t c = 0; c < widths.size(); ++c) {
     const std::uint64_t width = widths[c];
@@ -652,27 +794,58 @@ void BatchScheduler::deliver(Lane& lane, const std::vector<std::uint8_t>* unreso
     }
     before += width;
   }
-  std::uint64_t first = 0;  // the piece's first sample in the batch
-  lane.state = Lane::State::kIdle;
-  for (const Lane::Piece& piece : lane.pieces) {
-    Request* const request = piece.request;
-    if (unresolved == nullptr) {
-      request->direct += piece.count;
-    } else {
-      for (std::uint64_t i = first; i < first + piece.count; ++i)
-        request->slow |= i >= unresolved->size() || (*unresolved)[i] != 0;
-    }
-    first += piece.count;
-    if (--request->in_flight != 0 || !request->all_started()) continue;
-    if (request->slow && !request->failed()) {
-      make_slow(request);
-    } else {
-      const std::unique_ptr<Request> ended = model.release(request);
-      end_request(request, request->failed() ? request->failure : RequestStatus::kDone,
-                  request->error);
+}
+
+// Adds a filled batch to its model's report, and its misses to their requests.
+void BatchScheduler::report_fill(Lane& lane) {
+  const FillOutcome& filled = lane.filled;
+  const std::size_t features = filled.left.size();
+  const std::lock_guard<std::mutex> held(reports_lock_);
+  FillReport& report = report_of(lane.model);
+  report.samples += lane.samples;
+  report.missed.resize(std::max(report.missed.size(), features));
+  report.found.resize(report.missed.size());
+  for (std::size_t piece = 0; piece < lane.pieces.size(); ++piece) {
+    Request& request = *lane.pieces[piece].request;
+    request.filled += lane.pieces[piece].count;
+    request.missed.resize(features);
+    for (std::size_t f = 0; f < features; ++f) {
+      const std::uint32_t missed = filled.missed[piece * features + f];
+      request.missed[f] += missed;
+      report.missed[f] += missed;
+      report.found[f] += missed;
     }
   }
-  lane.pieces.clear();
+  for (std::size_t f = 0; f < features; ++f) report.found[f] -= filled.left[f];
+  if (report.fetch_s.size() < kReportedTimes) {
+    report.fetch_s.push_back(static_cast<float>(lane.fetched_ns) * 1e-9F);
+    report.gather_s.push_back(static_cast<float>(filled.gather_ns) * 1e-9F);
+  }
+  const std::size_t taken =
+      std::min(filled.keys.size(), kReportedKeys - std::min(kReportedKeys, report.keys.size()));
+  const auto end = static_cast<std::ptrdiff_t>(taken);
+  report.keys.insert(report.keys.end(), filled.keys.begin(), filled.keys.begin() + end);
+  report.features.insert(report.features.end(), filled.features.begin(),
+                         filled.features.begin() + end);
+}
+
+// Adds a request, which is answered with rows from host memory, to its model's report.
+void BatchScheduler::report_end(const Request& request) {
+  const std::lock_guard<std::mutex> held(reports_lock_);
+  FillReport& report = report_of(request.model);
+  report.answered += request.filled;
+  report.filled.resize(std::max(report.filled.size(), request.missed.size()));
+  for (std::size_t f = 0; f < request.missed.size(); ++f) report.filled[f] += request.missed[f];
+  if (report.request_s.size() < kReportedTimes)
+    report.request_s.push_back(static_cast<float>(now_ns() - request.launched_ns) * 1e-9F);
+}
+
+// The report to add to; the lock of reports is held.
+FillReport& BatchScheduler::report_of(std::uint32_t model) {
+  if (reports_.empty()) reported_.notify_one();
+  FillReport& report = reports_[model];
+  report.model = model;
+  return report;
 }
 
 void BatchScheduler::fail_batch(Lane& lane, const std::string& message) {

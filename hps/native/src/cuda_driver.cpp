@@ -23,6 +23,7 @@ const CudaDriver* open() {
                      load(library, "cuDevicePrimaryCtxRelease_v2", driver.primary_release) &&
                      load(library, "cuMemcpyHtoDAsync_v2", driver.copy_in) &&
                      load(library, "cuMemcpyDtoHAsync_v2", driver.copy_out) &&
+                     load(library, "cuMemsetD8Async", driver.clear) &&
                      load(library, "cuLaunchKernel", driver.launch) &&
                      load(library, "cuGraphLaunch", driver.graph_launch) &&
                      load(library, "cuEventCreate", driver.event_create) &&

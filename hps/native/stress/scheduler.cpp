@@ -11,14 +11,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <random>
 #include <thread>
 #include <vector>
 
 #include "hps/batch_scheduler.hpp"
+#include "hps/cache_table.hpp"
 
 namespace {
 
@@ -29,6 +28,8 @@ constexpr std::size_t kChannelBytes = 1 << 20;
 constexpr std::uint32_t kBatches[] = {1, 4, 16, 64};
 constexpr std::uint32_t kStable = 3;  // models that stay; one more comes and goes
 constexpr std::uint32_t kLargest = 200;
+constexpr std::size_t kKeys = 50'000, kRowBytes = 16;
+constexpr std::uint8_t kHost = 2;  // source code of rows in host memory
 
 void fail(const char* what) {
   std::printf("%s\n", what);
@@ -54,91 +55,156 @@ std::int64_t now_ns() {
       .count();
 }
 
-// A lane's memory. Its steps and the thread that completes batches use it by turns.
-struct LaneMemory {
-  std::uint32_t model = 0;
-  std::vector<std::vector<Key>> keys, scores;
-  std::uint32_t missing = 0;
-  Random random;
+// Rows in host memory: 3 * key, for most keys of the requests.
+struct HostRows {
+  hps::CacheTable table{kKeys + kLargest, kRowBytes, hps::Eviction::kLru};
 
-  bool run(std::size_t size) {
-    missing = random() % 16 == 0;
-    score(model, bytes(keys[size]), bytes(scores[size]), keys[size].size());
-    return random() % 512 != 0;
+  HostRows() {
+    std::vector<Key> keys;
+    for (Key key = 0; key < static_cast<Key>(kKeys + kLargest); ++key)
+      if (key % 512 != 0) keys.push_back(key);
+    std::vector<std::uint64_t> versions(keys.size(), 1);
+    std::vector<std::uint8_t> rows(keys.size() * kRowBytes);
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      const Key value = 3 * keys[i];
+      std::memcpy(rows.data() + i * kRowBytes, &value, sizeof value);
+    }
+    table.write({keys.data(), versions.data(), rows.data(), keys.size(), 0, false});
   }
+};
+
+// The memory of one size class of a lane. Its steps run one after the other.
+struct SizeMemory {
+  std::uint32_t model = 0, missing = 0, used = 0, missed = 0, placed = 0;
+  std::vector<Key> keys, scores, missed_keys;
+  std::vector<std::uint32_t> positions;
+  std::vector<std::uint8_t> rows;
+  std::uint64_t at_positions = 0, at_rows = 0, at_sources = 0;
+  Random random;
 
   static std::uint8_t* bytes(std::vector<Key>& values) {
     return reinterpret_cast<std::uint8_t*>(values.data());
   }
+
+  // Some models miss rows often.
+  bool misses() { return random() % (model % 2 == 0 ? 16 : 2) == 0; }
+
+  bool run() {
+    missing = misses();
+    score(model, bytes(keys), bytes(scores), keys.size());
+    return random() % 512 != 0;
+  }
+
+  bool fetch() {
+    missed = 0;
+    const bool some = misses();
+    for (std::uint32_t i = 0; i < used; ++i) {
+      scores[i] = -1;
+      if (some && keys[i] % 4 != 0) {
+        positions[missed] = i;
+        missed_keys[missed++] = keys[i];
+      } else {
+        score(0, bytes(keys) + i * sizeof(Key), bytes(scores) + i * sizeof(Key), 1);
+      }
+    }
+    return random() % 512 != 0;
+  }
+
+  bool place() {
+    const auto* position = reinterpret_cast<const std::uint32_t*>(at_positions);
+    const auto* row = reinterpret_cast<const std::uint8_t*>(at_rows);
+    const auto* source = reinterpret_cast<const std::uint8_t*>(at_sources);
+    for (std::uint32_t i = 0; i < placed; ++i)
+      if (source[i] == kHost) std::memcpy(&scores[position[i]], row + i * kRowBytes, sizeof(Key));
+    return true;
+  }
+
+  bool rest() {
+    for (std::uint32_t i = 0; i < used; ++i)
+      scores[i] = static_cast<Key>(static_cast<std::uint64_t>(scores[i]) + model);
+    return random() % 512 != 0;
+  }
 };
+
+hps::Step step_of(const std::shared_ptr<SizeMemory>& memory, bool (SizeMemory::*call)()) {
+  hps::Step step;
+  step.call = [memory, call] { return (*memory.*call)(); };
+  return step;
+}
 
 struct Stress {
   const int wake = eventfd(0, EFD_NONBLOCK);
-  hps::BatchScheduler scheduler{dup(wake), 20};
-  std::mutex lock;
-  std::map<std::uint32_t, std::shared_ptr<LaneMemory>> lanes;
+  HostRows host;
+  hps::BatchScheduler scheduler{dup(wake), 20, 8};
   std::atomic<std::uint32_t> models[kStable + 1] = {};
   std::atomic<bool> stop{false}, ended{false};
   std::atomic<std::uint64_t> answered{0}, samples{0}, replied{0}, expired{0}, failed{0}, closed{0};
+  std::atomic<std::uint64_t> filled{0};
   std::atomic<std::uint64_t> vanished{0}, removed{0};
 
-  // Adds a model; returns its number and appends its lanes' numbers.
-  std::uint32_t add_model(std::uint32_t lane_count, std::vector<std::uint32_t>& numbers) {
+  // Adds a model; returns its number.
+  std::uint32_t add_model(std::uint32_t lane_count) {
     const std::uint32_t model = scheduler.add_model({{sizeof(Key)}, {sizeof(Key)}});
     for (std::uint32_t i = 0; i < lane_count; ++i) {
-      auto memory = std::make_shared<LaneMemory>();
-      memory->model = model;
-      memory->random.seed(model * 7 + i);
       std::vector<hps::SizeClass> classes;
       for (const std::uint32_t batch : kBatches) {
-        memory->keys.emplace_back(batch);
-        memory->scores.emplace_back(batch);
+        auto memory = std::make_shared<SizeMemory>();
+        memory->model = model;
+        memory->random.seed(model * 7 + i);
+        memory->keys.resize(batch);
+        memory->scores.resize(batch);
+        memory->missed_keys.resize(batch);
+        memory->positions.resize(batch);
+        memory->rows.resize(2 * (batch / 3 + 1) * (kRowBytes + 1) + 32);
+        classes.push_back(size_class(memory));
       }
-      for (std::size_t size = 0; size < memory->keys.size(); ++size)
-        classes.push_back(size_class(memory, size));
-      // The lock is held, so that the lane is known before a batch of it is incomplete.
-      const std::lock_guard<std::mutex> held(lock);
-      numbers.push_back(scheduler.add_lane(model, std::move(classes), nullptr, nullptr));
-      lanes[numbers.back()] = memory;
+      scheduler.add_lane(model, std::move(classes), nullptr, nullptr);
     }
     return model;
   }
 
-  static hps::SizeClass size_class(const std::shared_ptr<LaneMemory>& memory, std::size_t size) {
+  hps::SizeClass size_class(const std::shared_ptr<SizeMemory>& memory) {
     hps::SizeClass made;
-    made.batch = static_cast<std::uint32_t>(memory->keys[size].size());
-    made.inputs = {LaneMemory::bytes(memory->keys[size])};
-    made.outputs = {LaneMemory::bytes(memory->scores[size])};
+    made.batch = static_cast<std::uint32_t>(memory->keys.size());
+    made.inputs = {SizeMemory::bytes(memory->keys)};
+    made.outputs = {SizeMemory::bytes(memory->scores)};
     made.missing_keys = {&memory->missing};
-    hps::Step step;
-    step.call = [memory, size] { return memory->run(size); };
-    made.steps = {step};
+    made.steps = {step_of(memory, &SizeMemory::run)};
+    hps::FillChunk chunk{};
+    chunk.parts = {{&host.table, 0, 0, made.batch, 1, 0, &memory->used}};
+    chunk.missing = &memory->missed;
+    chunk.positions = memory->positions.data();
+    chunk.keys = memory->missed_keys.data();
+    chunk.place = step_of(memory, &SizeMemory::place);
+    chunk.rows_per_block = 64;
+    chunk.at_positions = &memory->at_positions;
+    chunk.at_rows = &memory->at_rows;
+    chunk.at_sources = &memory->at_sources;
+    chunk.at_n = &memory->placed;
+    made.fill = std::make_shared<hps::MissFill>();
+    made.fill->fetch = {step_of(memory, &SizeMemory::fetch)};
+    made.fill->rest = {step_of(memory, &SizeMemory::rest)};
+    made.fill->chunks = {chunk};
+    made.fill->memory = memory->rows.data();
+    made.fill->bytes = memory->rows.size();
+    made.fill->stride = kRowBytes;
+    made.fill->code = kHost;
+    made.fill->features = 1;
     return made;
   }
 
-  void remove_model(std::uint32_t model, const std::vector<std::uint32_t>& numbers) {
+  void remove_model(std::uint32_t model) {
     scheduler.remove_model(model);
-    const std::lock_guard<std::mutex> held(lock);
-    for (const std::uint32_t each : numbers) lanes.erase(each);
     ++removed;
   }
 
-  void complete_batches() {
-    Random random(91);
-    hps::BatchScheduler::Incomplete batch{};
+  void take_reports() {
+    hps::FillReport report;
     while (!ended) {
-      if (!scheduler.take_incomplete(batch, 50)) continue;
-      std::shared_ptr<LaneMemory> memory;
-      {
-        const std::lock_guard<std::mutex> held(lock);
-        memory = lanes.at(batch.lane);
-      }
-      std::vector<Key>& keys = memory->keys[batch.size_class];
-      score(memory->model, LaneMemory::bytes(keys),
-            LaneMemory::bytes(memory->scores[batch.size_class]), batch.samples);
-      std::vector<std::uint8_t> unresolved(batch.samples);
-      for (std::uint8_t& each : unresolved) each = random() % 16 == 0;
-      scheduler.finish_incomplete(batch.lane, std::move(unresolved));
+      if (!scheduler.take_report(report, 50)) continue;
+      if (report.found.size() > 1 || report.features.size() != report.keys.size())
+        fail("a report has another model's features");
+      filled += report.answered;
     }
   }
 
@@ -154,11 +220,10 @@ struct Stress {
 
   void churn() {
     while (!stop) {
-      std::vector<std::uint32_t> numbers;
-      const std::uint32_t model = add_model(2, numbers);
+      const std::uint32_t model = add_model(2);
       models[kStable] = model;
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      remove_model(model, numbers);
+      remove_model(model);
     }
   }
 };
@@ -222,7 +287,7 @@ class Client {
     const std::size_t bytes = batch * sizeof(Key);
     hps::RequestSlot* slot = client_->allocate(bytes, bytes + 64);
     if (slot == nullptr) return std::this_thread::yield();
-    const Key first = static_cast<Key>(random() % 1'000'000'000);
+    const Key first = static_cast<Key>(random() % kKeys);
     slot->ticket = static_cast<std::uint64_t>(first);
     slot->model = stress_.models[random() % (kStable + 1)];
     slot->batch = random() % 64 == 0 ? 0 : batch;
@@ -305,10 +370,11 @@ void run_bad_clients(Stress& stress, std::int64_t until_ns) {
 
 void report(Stress& stress) {
   std::printf(
-      "%.1f thousand answers of %.1f thousand samples: %llu by the slow path, %llu expired, "
+      "%.1f thousand answers of %.1f thousand samples, %.1f thousand filled: %llu by the slow "
+      "path, %llu expired, "
       "%llu failed, %llu unavailable; %llu clients vanished, %llu models removed\n",
       static_cast<double>(stress.answered) / 1e3, static_cast<double>(stress.samples) / 1e3,
-      static_cast<unsigned long long>(stress.replied),
+      static_cast<double>(stress.filled) / 1e3, static_cast<unsigned long long>(stress.replied),
       static_cast<unsigned long long>(stress.expired),
       static_cast<unsigned long long>(stress.failed),
       static_cast<unsigned long long>(stress.closed),
@@ -326,10 +392,11 @@ int main(int argc, char** argv) {
   }
   const int count = argc > 2 ? std::atoi(argv[2]) : 3;
   Stress stress;
-  std::vector<std::uint32_t> numbers;
-  for (std::uint32_t i = 0; i < kStable; ++i) stress.models[i] = stress.add_model(1 + i, numbers);
+  for (std::uint32_t i = 0; i < kStable; ++i) stress.models[i] = stress.add_model(1 + i);
   std::thread loop([&] { stress.scheduler.run(); });
-  std::thread misses([&] { stress.complete_batches(); });
+  std::vector<std::thread> fills;
+  for (int i = 0; i < 2; ++i) fills.emplace_back([&] { stress.scheduler.fill_batches(); });
+  std::thread reports([&] { stress.take_reports(); });
   std::thread slow([&] { stress.answer_slow(); });
   std::thread churn([&] { stress.churn(); });
   const std::int64_t until_ns = now_ns() + static_cast<std::int64_t>(seconds * 1e9);
@@ -345,13 +412,13 @@ int main(int argc, char** argv) {
   for (std::uint32_t i = 0; i < kStable; ++i)
     batches += stress.scheduler.counts(stress.models[i]).batches;
   stress.scheduler.stop();
-  for (std::thread* each : {&loop, &misses, &slow}) {
-    if (each != &loop) stress.ended = true;
+  for (std::thread* each : {&loop, &fills[0], &fills[1], &reports, &slow}) {
+    if (each == &reports) stress.ended = true;
     each->join();
   }
   close(stress.wake);
-  if (batches == 0 || stress.replied == 0 || stress.expired == 0 || stress.failed == 0 ||
-      stress.vanished == 0 || stress.removed == 0)
+  if (batches == 0 || stress.filled == 0 || stress.replied == 0 || stress.expired == 0 ||
+      stress.failed == 0 || stress.vanished == 0 || stress.removed == 0)
     fail("the run exercised too little");
   report(stress);
   return 0;

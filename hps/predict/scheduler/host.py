@@ -6,7 +6,8 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
@@ -25,8 +26,12 @@ CHANNEL_BYTES = 1 << 27
 """Size of a channel's memory; its pages exist once they were used."""
 _SPIN_US = 20
 _WAIT_MS = 500
-_NOTHING = np.empty(0, np.uint8)
-"""Of a batch that failed: no sample is resolved."""
+_REPORT_EVERY_S = 0.02
+"""Between two reports, requests get the processor."""
+_FILL_THREADS = 8
+
+Report = Callable[[Mapping[str, Any]], None]
+"""Takes a report of batches that were completed from host memory; see `FillReporter`."""
 
 Answer = Callable[[PredictRequest], "Future[PredictResult]"]
 """Runs a prediction that the lanes cannot run. Never blocks."""
@@ -42,12 +47,6 @@ class Lane(Protocol):
         """Return the native size classes, by ascending batch."""
         ...
 
-    def complete(self, size_class: int, samples: int) -> NDArray[np.uint8]:
-        """Run a batch with rows from host memory.
-
-        Returns ``(samples,)``: 1 for those whose rows are not all there, which need the slow path."""
-        ...
-
 
 class SchedulerHost:
     """Runs a native `BatchScheduler`. Thread-safe.
@@ -60,7 +59,7 @@ class SchedulerHost:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         native = BatchScheduler(os.dup(self._wake), _SPIN_US)
         self._native: Any = native  # None once closed
-        self._models: dict[int, tuple[ModelColumns, Answer]] = {}
+        self._models: dict[int, tuple[ModelColumns, Answer, Report]] = {}
         self._lanes: dict[int, Lane] = {}
         self._lanes_of: dict[int, list[int]] = {}
         self._closed = False
@@ -69,19 +68,22 @@ class SchedulerHost:
             threading.Thread(target=target, name=f"hps-scheduler-{name}", daemon=True)
             for name, target in (
                 ("batches", native.run),
-                ("misses", partial(self._complete_batches, native)),
+                ("reports", partial(self._take_reports, native)),
                 ("slow", partial(self._answer_slow, native)),
             )
         ]
         for thread in self._threads:
             thread.start()
+        self._fill_threads = 0
 
     # -- models ------------------------------------------------------------------------------------
 
-    def add_model(self, columns: ModelColumns, answer: Answer) -> int:
+    def add_model(
+        self, columns: ModelColumns, answer: Answer, report: Report = lambda _report: None
+    ) -> int:
         """Add a model without lanes; return its number."""
         number: int = self._native.add_model(columns.input_widths, columns.output_widths)
-        self._models[number] = columns, answer
+        self._models[number] = columns, answer, report
         return number
 
     def add_lane(self, model: int, lane: Lane) -> None:
@@ -90,6 +92,7 @@ class SchedulerHost:
         number = self._native.add_lane(model, classes, lane.context, lane.stream)
         self._lanes[number] = lane
         self._lanes_of.setdefault(model, []).append(number)
+        self._start_fill_thread()
 
     def remove_model(self, model: int) -> None:
         """Remove a model and its lanes once its batches have ended. Blocks.
@@ -165,18 +168,29 @@ class SchedulerHost:
 
     # -- what the lanes leave ----------------------------------------------------------------------
 
-    def _complete_batches(self, native: Any) -> None:
+    def _start_fill_thread(self) -> None:
+        """Start a thread that gathers missing rows, natively, for each lane up to a limit."""
+        with self._lock:
+            if self._closed or self._fill_threads >= min(len(self._lanes), _FILL_THREADS):
+                return
+            self._fill_threads += 1
+            name = f"hps-scheduler-fill-{self._fill_threads}"
+            thread = threading.Thread(target=self._native.fill_batches, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _take_reports(self, native: Any) -> None:
         while not self._closed:
-            batch = native.take_incomplete(_WAIT_MS)
-            if batch is None:
+            report = native.take_report(_WAIT_MS)
+            if report is None:
                 continue
-            lane, size_class, samples = batch
-            try:
-                unresolved = self._lanes[lane].complete(size_class, samples)
-            except Exception:
-                log.exception("a batch with missing rows failed; its requests run one by one")
-                unresolved = _NOTHING
-            native.finish_incomplete(lane, unresolved)
+            found = self._models.get(report["model"])
+            if found is not None:
+                try:
+                    found[2](report)
+                except Exception:
+                    log.exception("batches with missing rows were not counted")
+            time.sleep(_REPORT_EVERY_S)
 
     def _answer_slow(self, native: Any) -> None:
         while not self._closed:
@@ -186,7 +200,7 @@ class SchedulerHost:
             number, model, batch, deadline_ns, inputs, outputs = entry
             reply = partial(self._reply, number, outputs)
             try:
-                columns, answer = self._served(model)
+                columns, answer, _ = self._served(model)
                 request = _request(columns, batch, deadline_ns, inputs)
                 future = answer(request)
             except Exception as error:
@@ -194,7 +208,7 @@ class SchedulerHost:
             else:
                 future.add_done_callback(partial(_reply_with_result, reply))
 
-    def _served(self, model: int) -> tuple[ModelColumns, Answer]:
+    def _served(self, model: int) -> tuple[ModelColumns, Answer, Report]:
         found = self._models.get(model)
         if found is None:
             raise Unavailable("the model is being closed")

@@ -7,30 +7,16 @@ runs the network, which was recorded as a CUDA graph, and copies the outputs bac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from hps.dense.lanes import LaneBinding, NetworkLane, address
 from hps.lookup.base import Feature
-from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, HostCaches, prepared_pooling
-from hps.observability.meters import LookupMeter, TierMeter
+from hps.lookup.gpu.miss_fill import DeviceBags, prepared_pooling
 from hps.predict.scheduler.columns import ModelColumns
+from hps.predict.scheduler.lane_fill import LaneFill, LaneFillMemory, LaneTables
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Batch sizes that are prepared: between two of them a batch is padded, by half of its size at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaneTables:
-    """The caches that a lane's rows come from, and their meters."""
-
-    cache: Any
-    host: HostCaches
-    lookups: LookupMeter
-    tier: TierMeter
 
 
 class _BatchProgram:
@@ -48,8 +34,8 @@ class _BatchProgram:
         self._pooled = prepared_pooling(programs.tables.cache, self.bags)
         self._network = self.binding.prepare(assigned)
         self._tables = programs.tables
-        self._hotness = np.array(columns.hotness)
-        self._filled: FilledFetch | None = None
+        self._fill_memory = programs.fill_memory(self.bags)
+        self._fill: LaneFill | None = None
 
     def size_class(self, columns: ModelColumns) -> Any:
         """Return the native description."""
@@ -59,32 +45,18 @@ class _BatchProgram:
         sent, received = binding.host_addresses()
         inputs = [*map(address, self._pooled.keys), *(sent[c.name] for c in columns.inputs)]
         steps, missing = self._pooled.steps(stream)
+        sends, after = binding.send_steps(), [*self._network, *binding.receive_steps()]
+        keys_at = inputs[: len(self.bags)]
+        fill = LaneFill(self._tables, self.batch, self.bags, keys_at, self._fill_memory)
+        self._fill = fill  # keeps the memory that the native one uses
         return SizeClass.make(
             batch=self.batch,
             inputs=inputs,
             outputs=[received[column.name] for column in columns.outputs],
             missing_keys=missing,
-            steps=[*binding.send_steps(), *steps, *self._network, *binding.receive_steps()],
+            steps=[*sends, *steps, *after],
+            fill=fill.native(sends, after),
         )
-
-    def complete(self, samples: int) -> NDArray[np.uint8]:
-        """Run the batch in the lane's memory with rows from host memory.
-
-        Returns ``(samples,)``: 1 for those with a key whose row is not there or is deleted."""
-        filled = self._filled
-        if filled is None:
-            t = self._tables
-            filled = self._filled = FilledFetch(t.cache, t.host, self.bags, t.tier, t.lookups)
-        for keys, sent in zip(filled.keys, self._pooled.keys, strict=True):
-            keys[:] = sent
-        used = samples * self._hotness
-        unresolved = np.zeros(samples, np.uint8)
-        positions = filled.run_partially(self.binding.lane.stream, used)
-        for own, hotness in zip(positions, self._hotness.tolist(), strict=False):
-            unresolved[own[own < samples * hotness] // hotness] = 1
-        self.binding.run_prepared()
-        filled.finish()
-        return unresolved
 
 
 class LanePrograms:
@@ -104,6 +76,7 @@ class LanePrograms:
         self.feeds = tuple(feeds)
         self.tables = tables
         self.stream: int = lane.stream.ptr
+        self._fill_memory: LaneFillMemory | None = None
         with lane.space.device:
             self.context: int = lane.space.context
             # The largest first: it allocates the memory that all share.
@@ -114,10 +87,11 @@ class LanePrograms:
         """See `hps.predict.scheduler.host.Lane`."""
         return [program.size_class(self.columns) for program in self._programs]
 
-    def complete(self, size_class: int, samples: int) -> NDArray[np.uint8]:
-        """See `hps.predict.scheduler.host.Lane`."""
-        with self.lane.space.device:
-            return self._programs[size_class].complete(samples)
+    def fill_memory(self, bags: Sequence[DeviceBags]) -> LaneFillMemory:
+        """Return the memory for missing rows, which the first, the largest batch size makes."""
+        if self._fill_memory is None:
+            self._fill_memory = LaneFillMemory.make(self.lane.space, bags)
+        return self._fill_memory
 
 
 def _bags(

@@ -105,6 +105,10 @@ class CacheReads:
         batch.is_placed = batch.placing is not None
         return left
 
+    def native_tables(self, tables: Sequence[EmbeddingTable]) -> list[CacheTable | None]:
+        """Return the memory of each of ``tables``, for native readers; None for one that is kept out."""
+        return [self._tables.get(table) for table in tables]
+
     def complete(self, bags: Bags, rows: VectorArray) -> bool:
         """Pool again the bags with misses, with ``rows (m, dim)`` for the missing keys.
 

@@ -189,6 +189,12 @@ class DeviceSpace:
             return Step.copy_in(device, host, nbytes)
         return Step.copy_out(host, device, nbytes)
 
+    def clear_step(self, array: Any) -> Any:
+        """Make the step that fills ``array`` with zeros."""
+        from hps.native.scheduler import Step
+
+        return Step.clear(array.data.ptr, array.nbytes)
+
     def graph_step(self, graph: CudaGraph) -> Any:
         """Make the step that launches a recorded graph."""
         from hps.native.scheduler import Step

@@ -15,9 +15,7 @@ from tests.support.native_scheduler import (
     FACTOR,
     FAILED,
     REPLIED,
-    RESOLVED,
     UNAVAILABLE,
-    UNRESOLVED,
     Channel,
     opened_scheduler,
 )
@@ -128,11 +126,10 @@ def test_free_lanes_share_the_pieces_of_a_request(scheduler):
     channel = Channel(scheduler)
     scheduler.start()
     channel.submit(model, range(12))
-    batches = [scheduler.native.take_incomplete(5_000) for _ in range(3)]
-    assert sorted(lane for lane, _, _ in batches) == [0, 1, 2]
-    for lane, size_class, _ in reversed(batches):
-        scheduler.lanes[lane].complete(size_class)
-        scheduler.native.finish_incomplete(lane, RESOLVED)
+    batches = [scheduler.take() for _ in range(3)]
+    assert len({id(batch.lane) for batch in batches}) == 3
+    for batch in reversed(batches):
+        batch.finish()
     assert channel.receive()[0].values == triple(range(12))
 
 
@@ -179,61 +176,117 @@ def test_large_request_expires_between_its_pieces(scheduler):
 # -- missing rows --------------------------------------------------------------------------------------
 
 
-def test_incomplete_batch_is_completed_by_the_caller(scheduler):
+def test_batch_with_missing_rows_is_filled_by_a_thread(scheduler):
     model, _ = scheduler.model((1, 4))
     scheduler.set_missing(2)
     channel = Channel(scheduler)
     scheduler.start()
     channel.submit(model, [1, 2, 3])
-    lane, size_class, samples = scheduler.native.take_incomplete(5_000)
-    assert (size_class, samples) == (1, 3)
+    batch = scheduler.take()
+    assert (batch.size_class, batch.samples) == (1, 3)
     assert not channel.client.receive(20)
-    scheduler.lanes[lane].outputs[size_class][:] = [7, 8, 9, 0]
-    scheduler.native.finish_incomplete(lane, RESOLVED)
+    batch.lane.outputs[1][:] = [7, 8, 9, 0]
+    batch.finish()
     (answer,) = channel.receive()
     assert (answer.status, answer.values, answer.direct) == (DONE, [7, 8, 9], 0)
     counts = scheduler.counts(model)
     assert (counts["batches"], counts["incomplete"], counts["slow"]) == (1, 1, 0)
 
 
-def test_end_of_a_batch_that_is_not_incomplete_is_ignored(scheduler):
-    model, _ = scheduler.model()
-    channel = Channel(scheduler)
-    scheduler.start()
-    for lane in (0, 77):
-        scheduler.native.finish_incomplete(lane, RESOLVED)
-    assert channel.predict(model, [1]).status == DONE
-
-
-def test_steps_are_skipped_for_a_while_after_they_missed_rows(scheduler):
-    model, log = scheduler.model((1,))
+def test_batches_that_miss_rows_often_are_filled_at_once(scheduler):
+    model, log = scheduler.model((1, 4))
     scheduler.set_missing(1)
     channel = Channel(scheduler)
     scheduler.start()
 
-    def ran(key):
-        channel.submit(model, [key])
-        if batch := scheduler.native.take_incomplete(300):
-            scheduler.native.finish_incomplete(batch[0], RESOLVED)
+    def ran(key, size=1):
+        channel.submit(model, [key] * size)
+        if batch := scheduler.take(0.05):
+            batch.finish()
         channel.receive()
-        return [key] in log
+        return log[-1:] == [[key] * size]
 
-    assert [key for key in range(1, 16) if ran(key)] == [1, 3, 6, 11]
+    assert [key for key in range(1, 10) if ran(key)] == [1, 2, 3]
+    assert ran(30, 4)  # another size class
     scheduler.set_missing(0)
-    assert [key for key in range(16, 25) if ran(key)] == [20, 21, 22, 23, 24]
+    assert not ran(10)
+    until(lambda: ran(11), 10)
+    assert ran(12)
+
+
+def test_missing_rows_are_reported_with_the_requests_that_they_answered(scheduler):
+    """Keys of requests that take the slow path are counted there."""
+    model, _ = scheduler.model((8,))
+    scheduler.set_missing(1, [2])
+    channel = Channel(scheduler)
+    for keys in ([1, 2], [3], [4, 5]):
+        channel.submit(model, keys)
+    scheduler.start()
+    scheduler.take().finish()
+    channel.receive(2)
+    report = scheduler.native.take_report(5_000)
+    assert (report["model"], report["samples"], report["answered"]) == (model, 5, 4)
+    counts = {name: report[name].tolist() for name in ("missed", "found", "filled")}
+    assert counts == {"missed": [2], "found": [1], "filled": [1]}
+    assert (report["features"].tolist(), report["keys"].tolist()) == ([0], [0])
+    times = [report[name] for name in ("fetch_s", "gather_s", "request_s")]
+    assert [len(each) for each in times] == [1, 1, 2]
+    assert all(0 <= each.min() <= each.max() < 10 for each in times)
+    assert scheduler.native.take_report(10) is None
+
+
+def test_pieces_of_a_slow_request_are_not_reported_as_answered(scheduler):
+    model, _ = scheduler.model((4,))
     scheduler.set_missing(1)
-    assert [key for key in range(25, 28) if ran(key)] == [25, 27]
+    channel = Channel(scheduler)
+    scheduler.start()
+    channel.submit(model, range(8))
+    first = scheduler.take()
+    scheduler.set_missing(1, [0])
+    first.finish()
+    scheduler.take().finish()
+    assert scheduler.native.take_slow(5_000)
+    reports = []
+    while report := scheduler.native.take_report(50):
+        reports.append(report)
+    assert sum(report["samples"] for report in reports) == 8
+    assert sum(report["answered"] for report in reports) == 0
 
 
-def test_requests_of_a_batch_that_cannot_be_completed_take_the_slow_path(scheduler):
+def test_fill_that_fails_is_the_error_of_its_requests(scheduler):
+    model, _ = scheduler.model((4,))
+    scheduler.set_missing(1)
+    for lane in scheduler.lanes.values():
+        lane.filling = lambda *_batch: False
+    channel = Channel(scheduler)
+    scheduler.start()
+    answer = channel.predict(model, [1])
+    assert answer.status == FAILED
+    assert "a step of the batch failed" in answer.text
+    assert scheduler.counts(model)["failed"] == 1
+
+
+def test_other_lanes_go_on_while_one_is_filled(scheduler):
+    model, _ = scheduler.model((4,), lanes=2)
+    channel = Channel(scheduler)
+    scheduler.lanes[0].missing[0] = scheduler.lanes[1].missing[0] = 1
+    scheduler.start()
+    channel.submit(model, [1], ticket=1)
+    batch = scheduler.take()
+    scheduler.set_missing(0)
+    assert channel.predict(model, [2], ticket=2).values == [6]
+    batch.finish()
+    assert channel.receive()[0].ticket == 1
+
+
+def test_requests_of_a_batch_without_rows_take_the_slow_path(scheduler):
     model, _ = scheduler.model((1, 4))
-    scheduler.set_missing(1)
+    scheduler.set_missing(1, [0, 1, 2])
     channel = Channel(scheduler)
     channel.submit(model, [1], ticket=1)
     channel.submit(model, [2, 3], ticket=2)
     scheduler.start()
-    lane, _, _ = scheduler.native.take_incomplete(5_000)
-    scheduler.native.finish_incomplete(lane, UNRESOLVED)
+    scheduler.take().finish()
     for keys in ([1], [2, 3]):
         number, of, batch, deadline_ns, inputs, outputs = scheduler.native.take_slow(5_000)
         assert (of, batch, deadline_ns) == (model, len(keys), 0)
@@ -247,12 +300,11 @@ def test_requests_of_a_batch_that_cannot_be_completed_take_the_slow_path(schedul
 
 def test_large_request_with_an_incomplete_piece_takes_the_slow_path_once(scheduler):
     model, log = scheduler.model((4,))
-    scheduler.set_missing(1)
+    scheduler.set_missing(1, [2])
     channel = Channel(scheduler)
     scheduler.start()
     channel.submit(model, range(40))
-    lane, _, _ = scheduler.native.take_incomplete(5_000)
-    scheduler.native.finish_incomplete(lane, UNRESOLVED)
+    scheduler.take().finish()
     number, _, batch, _, inputs, _ = scheduler.native.take_slow(5_000)
     assert (batch, len(inputs)) == (40, 320)
     scheduler.native.answer_slow(number, REPLIED, 0)
@@ -315,10 +367,10 @@ def test_large_request_fails_once_with_the_reason_of_a_failed_piece(scheduler):
     channel = Channel(scheduler)
     scheduler.start()
     channel.submit(model, range(40))
-    lane, _, _ = scheduler.native.take_incomplete(5_000)
+    batch = scheduler.take()
     until(lambda: scheduler.counts(model)["failed"] == 1)
     assert not channel.client.receive(20)
-    scheduler.native.finish_incomplete(lane, RESOLVED)
+    batch.finish()
     (answer,) = channel.receive()
     assert answer.status == FAILED
     assert "a step of the batch failed" in answer.text
@@ -353,7 +405,7 @@ def test_removal_of_a_model_waits_for_its_batch_and_ends_what_waits(scheduler):
     channel = Channel(scheduler)
     scheduler.start()
     channel.submit(model, range(6), ticket=1)
-    lane, size_class, _ = scheduler.native.take_incomplete(5_000)
+    batch = scheduler.take()
     channel.submit(model, [9], ticket=2)
     until(lambda: scheduler.counts(model)["requests"] == 2)
     removals = [threading.Thread(target=scheduler.native.remove_model, args=[model]) for _ in "ab"]
@@ -366,8 +418,7 @@ def test_removal_of_a_model_waits_for_its_batch_and_ends_what_waits(scheduler):
     for each in removals:
         each.join(0.05)
         assert each.is_alive()
-    scheduler.lanes[lane].complete(size_class)
-    scheduler.native.finish_incomplete(lane, RESOLVED)
+    batch.finish()
     for each in removals:
         each.join(10)
         assert not each.is_alive()
@@ -403,24 +454,31 @@ def test_stop_ends_waiting_incomplete_and_slow_requests(scheduler):
     channel = Channel(scheduler)
     scheduler.start()
     channel.submit(model, range(6), ticket=1)
-    assert scheduler.native.take_incomplete(5_000) is not None
+    batch = scheduler.take()
     channel.submit(model, [9], ticket=2)
     channel.submit(model, [9], ticket=3, batch=0)
     number, *_ = scheduler.native.take_slow(5_000)
+    scheduler.native.stop()
+    assert not channel.client.receive(20)  # the device still writes the batch
+    batch.finish()
     scheduler.stop()
     assert {a.ticket: a.status for a in channel.receive(3)} == dict.fromkeys((1, 2, 3), UNAVAILABLE)
     started = time.monotonic()
-    assert scheduler.native.take_incomplete(5_000) is None
     assert scheduler.native.take_slow(5_000) is None
+    scheduler.native.take_report(5_000)
+    assert scheduler.native.take_report(5_000) is None
     scheduler.native.answer_slow(number, REPLIED, 1)
-    scheduler.native.finish_incomplete(0, RESOLVED)
     scheduler.native.remove_model(model)
     assert time.monotonic() - started < 2
 
 
 def test_stop_ends_waiters_before_the_thread_ran(scheduler):
     scheduler.native.stop()
-    assert scheduler.native.take_incomplete(5_000) is None
+    started = time.monotonic()
+    assert scheduler.native.take_slow(5_000) is None
+    assert scheduler.native.take_report(5_000) is None
+    scheduler.native.fill_batches()
+    assert time.monotonic() - started < 2
     scheduler.start()
     scheduler.stop()
 
@@ -503,14 +561,14 @@ def test_counts_are_read_while_a_batch_runs(scheduler):
 
 def test_only_requests_with_unresolved_samples_take_the_slow_path(scheduler):
     model, _ = scheduler.model((8,))
-    scheduler.set_missing(1)
+    scheduler.set_missing(1, [2])
     channel = Channel(scheduler)
     for keys in ([1, 2], [3], [4, 5]):
         channel.submit(model, keys)
     scheduler.start()
-    lane, _, samples = scheduler.native.take_incomplete(10_000)
-    assert samples == 5
-    scheduler.native.finish_incomplete(lane, np.array([0, 0, 1, 0, 0], np.uint8))
+    batch = scheduler.take()
+    assert batch.samples == 5
+    batch.finish()
     number, _, batch, *_ = scheduler.native.take_slow(10_000)
     assert batch == 1
     scheduler.native.answer_slow(number, REPLIED, 0)

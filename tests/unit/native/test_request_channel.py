@@ -17,7 +17,6 @@ from tests.support.native_scheduler import (
     CHANNEL_BYTES,
     DONE,
     FAILED,
-    RESOLVED,
     Channel,
     opened_scheduler,
 )
@@ -218,12 +217,10 @@ def test_client_that_sends_one_slot_without_end_does_not_fill_memory(scheduler, 
     assert scheduler.counts(model)["requests"] <= RING
     scheduler.native.remove_channel(broken.number)
     scheduler.set_missing(0)
-    lane, _, _ = scheduler.native.take_incomplete(5_000)
-    scheduler.native.finish_incomplete(lane, RESOLVED)
+    scheduler.take().finish()
     other.submit(model, [5])
-    while batch := scheduler.native.take_incomplete(200):
-        scheduler.lanes[batch[0]].complete(batch[1])
-        scheduler.native.finish_incomplete(batch[0], RESOLVED)
+    while batch := scheduler.take(0.2):
+        batch.finish()
     assert other.receive()[0].values == [15]
 
 
@@ -247,8 +244,7 @@ def test_request_changed_after_it_was_sent_changes_its_own_answer_only(scheduler
     slot = sent_by(broken, model)
     other.submit(model, [5])
     scheduler.start()
-    lane, size_class, _ = scheduler.native.take_incomplete(5_000)
+    batch = scheduler.take()
     broken.raw[slot : slot + 128] = 255
-    scheduler.lanes[lane].complete(size_class)
-    scheduler.native.finish_incomplete(lane, RESOLVED)
+    batch.finish()
     assert other.receive()[0].values == [15]

@@ -322,3 +322,33 @@ def test_only_requests_with_unknown_keys_leave_the_common_batches(attached):
         assert answer.defaulted == (i % 10 == 0)
     (counts,) = node.scheduler.status().values()
     assert counts["slow"] == 4
+
+
+def counted(node, metric, *labels):
+    """The sum of the counters of ``metric`` whose labels contain ``labels``."""
+    found = node.metrics.numbers()[metric]
+    return sum(n for names, n in found.items() if {*labels} <= {*names})
+
+
+def test_missing_rows_are_counted_by_their_source_and_promoted(attached):
+    node, process, _, cache = attached
+    users = table_of(node, "users")
+    features, dense = request_of(np.arange(10), 4)
+    features["user"] = np.array([3, 1, HELD - 1, HELD - 2])
+    assert HELD - 1 not in cache.keys_of(users)
+    process.predict("m", features, dense)
+    until(lambda: counted(node, m.LOOKUP_KEYS, "users", "cpu") == 2)
+    assert counted(node, m.LOOKUP_KEYS, "users") + counted(process, m.LOOKUP_KEYS, "users") == 4 * 3
+    assert counted(node, m.TIER_KEYS, "gpu", "users", "missed") == 2
+    assert counted(node, m.TIER_KEYS, "cpu", "users", "found") == 2
+    until(lambda: {HELD - 1, HELD - 2} <= {*cache.keys_of(users)})
+
+
+def test_keys_of_a_request_that_leaves_its_batch_are_counted_once(attached):
+    node, process, _, _ = attached
+    features, dense = request_of(np.arange(200), 2)
+    features["user"] = np.array([3, HELD + 7])
+    assert process.predict("m", features, dense).defaulted == 1
+    time.sleep(0.1)  # reports come every 20 ms
+    keys = sum(np.size(each) for each in features.values())
+    assert counted(node, m.LOOKUP_KEYS) + counted(process, m.LOOKUP_KEYS) == keys

@@ -68,6 +68,9 @@ class FetchTwin:
         assert form == launch.VECTORS
         self.tile, self.unit = tile, unit
 
+    def one(self):
+        return self
+
     def launch(self, blocks, args, stream, windows, later):
         FetchTwin.launched += 1
         args, first, missing, keys_missing = args.array, 0, [], []
@@ -167,6 +170,7 @@ class HostDevice:
                 sizes=sizes,
                 stamping=0,
                 now=7,
+                now_cell=np.array([7], np.uint32),
                 shape=shape,
                 is_timed=False,
             )

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -22,27 +23,11 @@
 #include <vector>
 
 #include "hps/cuda_driver.hpp"
+#include "hps/lane_step.hpp"
+#include "hps/miss_fill.hpp"
 #include "hps/request_channel.hpp"
 
 namespace hps {
-
-// A step of a lane's work: one call of the driver, or a function.
-struct Step {
-  enum class Kind { kCopyIn, kCopyOut, kKernel, kGraph, kCall };
-  // A field of a kernel's arguments that is copied before each launch, for example a clock.
-  using Refresh = std::pair<std::uint32_t*, const std::uint32_t*>;
-
-  Kind kind = Kind::kCall;
-  std::uint64_t device = 0;    // copies: the address on the device
-  void* host = nullptr;        // copies: pinned memory; kernels: the struct of arguments
-  std::size_t bytes = 0;       // copies
-  void* function = nullptr;    // kernels: CUfunction; graphs: CUgraphExec
-  std::uint32_t blocks = 0;    // kernels
-  std::uint32_t threads = 0;   // kernels
-  bool reads_tables = false;   // kernels: writers of tables wait for its end
-  std::vector<Refresh> fresh;  // kernels
-  std::function<bool()> call;  // calls: false if it failed
-};
 
 // The steps of one lane for batches of up to `batch` samples.
 struct SizeClass {
@@ -50,6 +35,7 @@ struct SizeClass {
   std::vector<std::uint8_t*> inputs, outputs;      // per column, host memory of the lane
   std::vector<Step> steps;                         // in order, on the lane's stream
   std::vector<const std::uint32_t*> missing_keys;  // counts that the steps leave; their sum
+  std::shared_ptr<MissFill> fill;  // completes batches with missing rows; null: they are slow
 };
 
 struct ModelLayout {
@@ -61,6 +47,20 @@ struct ModelCounts {
   std::uint64_t incomplete = 0;  // batches that missed rows on the device
   std::uint64_t slow = 0;        // requests that went to `take_slow`
   std::uint64_t device_ns = 0;   // from launch to end, summed over batches
+};
+
+// Batches of one model that were completed by a MissFill, since the former report.
+struct FillReport {
+  std::uint32_t model = 0;
+  std::uint64_t samples = 0;             // of these batches
+  std::vector<std::uint64_t> missed;     // per feature: keys that the device missed
+  std::vector<std::uint64_t> found;      // per feature: those of them with rows in host memory
+  std::uint64_t answered = 0;            // samples of requests that ended, none of them slow
+  std::vector<std::uint64_t> filled;     // per feature: their keys with rows from host memory
+  std::vector<float> fetch_s, gather_s;  // per batch: seconds on the device, and of the gather
+  std::vector<float> request_s;          // per request that ended: seconds from its launch
+  std::vector<std::uint32_t> features;   // of the keys to be promoted
+  std::vector<std::int64_t> keys;        // to be promoted: some of those found in host memory
 };
 
 // A count that one thread changes, and others may read.
@@ -78,10 +78,6 @@ class Count {
 
 class BatchScheduler {
  public:
-  // A batch whose rows are not all on the device, for the caller of `take_incomplete`.
-  struct Incomplete {
-    std::uint32_t lane, size_class, samples;
-  };
   // A request that the lanes cannot run, for the caller of `take_slow`. The pointers are valid
   // until it is answered.
   struct SlowRequest {
@@ -93,8 +89,10 @@ class BatchScheduler {
   };
 
   // `wake`: the scheduler's eventfd (non-blocking), which is closed with it. `spin_us`: time that
-  // the thread looks for requests before it sleeps.
-  BatchScheduler(int wake, std::uint32_t spin_us);
+  // the thread looks for requests before it sleeps. `gathered_here`: up to so many misses of a
+  // batch are gathered by the scheduler's thread: in some 10 us, as another thread would take to
+  // wake.
+  BatchScheduler(int wake, std::uint32_t spin_us, std::size_t gathered_here = 256);
   ~BatchScheduler();
 
   // Runs until `stop`; the thread of the scheduler.
@@ -106,8 +104,8 @@ class BatchScheduler {
   // Returns the model's number, which requests name.
   std::uint32_t add_model(ModelLayout layout);
   // Adds a lane of `model`: `stream` of the device with the context `context`, or null and null for
-  // steps that are calls. Size classes by ascending batch. After its steps missed rows, a model
-  // skips them for some batches, which are then incomplete. Returns the lane's number.
+  // steps that are calls. Size classes by ascending batch. While batches of a size miss rows often,
+  // their steps are skipped for those of the MissFill. Returns the lane's number.
   std::uint32_t add_lane(std::uint32_t model, std::vector<SizeClass> classes, void* context,
                          void* stream);
   // Removes a model and its lanes, after their batches have ended. Waiting requests are
@@ -121,13 +119,14 @@ class BatchScheduler {
   // Does not disturb the scheduler's thread. Zeros for a model that was removed.
   ModelCounts counts(std::uint32_t model) const;
 
-  // Waits up to `timeout_ms` for a batch with missing rows; false if none came, or after `stop`.
-  bool take_incomplete(Incomplete& batch, int timeout_ms);
-  // Ends it: the outputs are in the lane's memory, except for the samples with `unresolved[i]` !=
-  // 0: requests with one go to `take_slow`. All samples count as unresolved beyond the vector's
-  // end.
-  void finish_incomplete(std::uint32_t lane, std::vector<std::uint8_t> unresolved);
-  // Likewise for a request that needs the slow path.
+  // Gathers the rows of batches with many misses, in a thread of the caller, until `stop`. Several
+  // threads may do so; with none of them, the scheduler's thread gathers all.
+  void fill_batches();
+  std::uint32_t filling_threads() const { return fill_threads_; }
+  // Waits up to `timeout_ms` for a report of filled batches; false if none came, or after `stop`.
+  bool take_report(FillReport& report, int timeout_ms);
+  // Likewise for a request that needs the slow path: without columns, or with a key whose row is
+  // neither on the device nor in host memory.
   bool take_slow(SlowRequest& request, int timeout_ms);
   // Ends it. `reply_bytes` are written in its outputs' space, if the status is kReplied or kFailed.
   void answer_slow(std::uint64_t number, RequestStatus status, std::uint64_t reply_bytes);
@@ -140,6 +139,7 @@ class BatchScheduler {
   struct Channel;
   struct Request;
   struct Lane;
+  class LaneStream;
   struct Model;
   struct Counters;
   template <typename T>
@@ -155,19 +155,30 @@ class BatchScheduler {
   bool form_batch(Model& model, Lane& lane);
   bool abandon(Model& model, Request* request);
   void copy_in(const Lane& lane, const SizeClass& size, std::uint32_t samples);
-  bool launch(Lane& lane);
+  bool launch(Lane& lane, std::vector<Step>& steps);
   bool run_step(Lane& lane, Step& step);
+  bool enter_context(Lane& lane);
+  void start_fill(Lane& lane);
+  void end_fetch(Lane& lane);
+  bool fill(Lane& lane);
+  void end_fill(Lane& lane, bool launched);
   bool end_batches();
   void end_batch(Lane& lane);
-  void deliver(Lane& lane, const std::vector<std::uint8_t>* unresolved);
+  void deliver(Lane& lane);
+  void copy_out(Lane& lane);
+  void report_fill(Lane& lane);
+  void report_end(const Request& request);
+  FillReport& report_of(std::uint32_t model);
   void fail_batch(Lane& lane, const std::string& message);
   void end_request(Request* request, RequestStatus status, const std::string& message = {});
   void make_slow(Request* request);
   void sleep();
   void finish_channels();
+  void close_handoffs();
 
   const int wake_;
   const std::uint32_t spin_us_;
+  const std::size_t gathered_here_;
   std::atomic<bool> stopping_{false};
 
   std::mutex changes_lock_;
@@ -187,10 +198,13 @@ class BatchScheduler {
   std::vector<std::uint32_t> turn_;  // models in the order of their next batches
   std::unordered_map<std::uint64_t, std::unique_ptr<Request>> slow_;
   std::uint64_t next_slow_ = 1;
-  void* context_ = nullptr;
-
   std::atomic<std::uint32_t> next_model_{1}, next_channel_{1}, next_lane_{0};
-  std::unique_ptr<Handoff<Incomplete>> incomplete_;
+  std::unique_ptr<Handoff<Lane*>> fills_;
+  std::atomic<std::uint32_t> fill_threads_{0};
+
+  std::mutex reports_lock_;
+  std::condition_variable reported_;
+  std::unordered_map<std::uint32_t, FillReport> reports_;  // by model
   std::unique_ptr<Handoff<SlowRequest>> slow_requests_;
 };
 

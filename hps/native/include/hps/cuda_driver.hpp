@@ -17,6 +17,7 @@ struct CudaDriver {
   int (*primary_release)(int device);
   int (*copy_in)(Address to, const void* from, std::size_t bytes, Handle stream);
   int (*copy_out)(void* to, Address from, std::size_t bytes, Handle stream);
+  int (*clear)(Address to, unsigned char value, std::size_t bytes, Handle stream);
   int (*launch)(Handle function, unsigned x, unsigned y, unsigned z, unsigned threads_x,
                 unsigned threads_y, unsigned threads_z, unsigned shared, Handle stream,
                 void** arguments, void** extra);

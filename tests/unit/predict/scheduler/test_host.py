@@ -1,4 +1,4 @@
-"""The scheduler's host and its clients: slow requests, failures, lanes that Python completes, closing."""
+"""The scheduler's host and its clients: slow requests, failures, missing rows, closing."""
 
 import os
 import threading
@@ -20,7 +20,6 @@ from hps.predict.scheduler.columns import ModelColumns, TensorColumn
 from hps.predict.scheduler.host import SchedulerHost
 from hps.predict.scheduler.replies import decode_reply, encode_request
 from tests.support import native_scheduler
-from tests.support.native_scheduler import RESOLVED
 
 COLUMNS = ModelColumns(
     [Feature("key", EmbeddingTable.make("t", 4), hotness=1)],
@@ -36,13 +35,8 @@ class Lane(native_scheduler.Lane):
 
     context = stream = 0
 
-    def __init__(self, *, complete=lambda: RESOLVED, **options):
+    def __init__(self, **options):
         super().__init__((1, 4), [], **options)
-        self._complete = complete
-
-    def complete(self, size_class, samples):
-        super().complete(size_class)
-        return self._complete()
 
 
 @pytest.fixture
@@ -99,28 +93,31 @@ def test_lane_answers_with_the_outputs_and_times(host, client):
     assert host.counts(model)["requests"] == 1
 
 
-def test_batch_with_missing_rows_is_completed_by_its_lane(host, client):
-    model, lane = host.add_model(COLUMNS, answer_at_once), Lane()
+def test_batch_with_missing_rows_is_filled_and_reported(host, client):
+    reports = []
+    model, lane = host.add_model(COLUMNS, answer_at_once, reports.append), Lane()
     lane.missing[0] = 1
     host.add_lane(model, lane)
     answer = send(client, model, [1, 2]).result(10)
     assert (scores(answer), answer.direct) == ([3, 6], 0)
     assert host.counts(model)["slow"] == 0
+    until(lambda: reports)
+    assert (reports[0]["model"], sum(report["answered"] for report in reports)) == (model, 2)
 
 
-@pytest.mark.parametrize(
-    ("complete", "raises"),
-    [(lambda: np.ones(1, np.uint8), False), (lambda: 1 / 0, True)],
-    ids=["misses", "fails"],
-)
-def test_batch_that_its_lane_cannot_complete_is_answered_by_the_model(
-    host, client, caplog, complete, raises
-):
-    model, lane = host.add_model(COLUMNS, answer_at_once), Lane(complete=complete)
-    lane.missing[0] = 1
+def test_batch_whose_rows_are_nowhere_is_answered_by_the_model(host, client):
+    model, lane = host.add_model(COLUMNS, answer_at_once), Lane()
+    lane.missing[0], lane.unresolved = 1, [0]
     host.add_lane(model, lane)
     assert reply_of(send(client, model, [1, 2])).outputs["score"].tolist() == [7, 14]
-    assert ("a batch with missing rows failed" in caplog.text) == raises
+
+
+def test_report_that_fails_is_logged(host, client, caplog):
+    model, lane = host.add_model(COLUMNS, answer_at_once, lambda _report: 1 / 0), Lane()
+    lane.missing[0] = 1
+    host.add_lane(model, lane)
+    send(client, model, [1]).result(10)
+    until(lambda: "batches with missing rows were not counted" in caplog.text)
 
 
 def test_failure_on_the_device_is_the_error_of_each_request(host, client):
@@ -220,7 +217,7 @@ def test_cancelled_request_frees_its_slot(host, client):
     futures = [send(client, model, [1]) for _ in range(20)]
     assert futures[-1].cancel()
     assert [scores(each.result(10)) for each in futures[:-1]] == [[3]] * 19
-    assert not client._waiting
+    until(lambda: not client._waiting)
 
 
 def test_too_many_requests_in_flight_are_unavailable(host, client):
