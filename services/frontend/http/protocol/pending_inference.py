@@ -18,23 +18,30 @@ class PendingInference:
     loop.
     """
 
-    __slots__ = ("_cycle", "_http", "_protocol", "_tasks")
+    __slots__ = ("_cycle", "_http", "_is_added", "_protocol", "_tasks")
 
     def __init__(self, protocol: HttpConnection, cycle: HttpCycle, http: HttpInference) -> None:
         self._protocol, self._cycle, self._http = protocol, cycle, http
         self._tasks = protocol.tasks  # the server only cancels them
         self._tasks.add(self)
         protocol.when_gone(http.give_up)
+        self._is_added = False
         http.port.state.pending.add(http.future, http.deadline, self._done)
+        self._is_added = True
 
     def _done(self, outcome: Future[Any]) -> None:
-        """Resume on the event loop. Called on any thread."""
+        """Resume on the event loop. Called on any thread.
+
+        Now if the result arrived there, which saves a turn of the loop; not while the connection is still
+        reading the request, or its loss cancels it."""
         loop = self._protocol.loop
-        if is_running_on(loop):
+        if not is_running_on(loop):
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._resume, outcome)
+        elif self._is_added and outcome is self._http.future:
+            self._resume(outcome)
+        else:
             loop.call_soon(self._resume, outcome)
-            return
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(self._resume, outcome)
 
     def cancel(self, msg: object = None) -> None:
         """Fail the request, as the drain is over. A task's signature."""
