@@ -10,35 +10,40 @@ from typing import Any
 
 from benchmarks.gpu_server_cells import Bench, Target
 from benchmarks.gpu_server_scene import Reference, Scene
+from benchmarks.gpu_serving import NAMES
 
-SHARES = (1.0, 0.95, 0.7)
-"""Shares of each table's rows on the GPU; keys are uniform, so the rest are missing."""
+CASES = ((1.0, 0), (0.95, 0), (0.7, 0), (0.3, 3))
+"""Shares of each table's rows on the GPU, and the keys' skew; uniform keys miss the rest of the rows."""
 MISS_CALLERS = (8, 64)
-_KEYS = re.compile(r"^hps_tier_keys_total\{(.*)\} (\S+)$")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_MISSED = (("tier", "gpu"), ("result", "missed"))
 
 ServerOf = Callable[[float], AbstractContextManager[Target]]
 """Starts a server with a share of the rows on the GPU."""
 
 
 def measure_misses(bench: Bench, scene: Scene, server_of: ServerOf) -> None:
-    """REST predictions per share; ``missing`` is the share of keys of a cell that the GPU missed."""
+    """REST predictions per share; ``missing``: the share of keys that the GPU missed."""
     rows: list[dict[str, Any]] = []
     reference = Reference(scene)
-    resident: dict[tuple[int, int], float] = {}  # of the first share, with every row on the GPU
-    for share in SHARES:
+    resident: dict[tuple[int, int], float] = {}  # of the first case, with every row on the GPU
+    for share, skew in CASES:
         with server_of(share) as target:
             for batch in bench.extent.batches:
                 for callers in MISS_CALLERS:
-                    template = scene.template("rest", batch)
+                    template = scene.template("rest", batch, skew=skew)
                     before = _counted(target)
                     measured = bench.measure(target, "rest", template, callers)
-                    found, missed = (
+                    missed, samples = (
                         now - then for now, then in zip(_counted(target), before, strict=True)
                     )
                     title = f"{share:.0%} of the rows on the GPU, batch {batch}, {callers} callers"
                     bench.check(title, template, measured.load, reference)
-                    row = {"rows on the GPU": share, "batch": batch, "callers": callers}
-                    row["missing"] = missed / ((found + missed) or 1.0)
+                    row: dict[str, Any] = {"rows on the GPU": share, "skew": skew, "batch": batch}
+                    row["callers"], row["missing"] = (
+                        callers,
+                        missed / ((samples * len(NAMES)) or 1.0),
+                    )
                     rate = measured.load.per_second
                     full = resident.setdefault((batch, callers), rate)
                     rows.append(row | measured.row() | {"of all resident": rate / (full or 1.0)})
@@ -46,18 +51,19 @@ def measure_misses(bench: Bench, scene: Scene, server_of: ServerOf) -> None:
 
 
 def _counted(target: Target) -> tuple[float, float]:
-    """Keys that the GPU cache found and missed until now."""
+    """Keys that the GPU cache missed until now, and samples."""
     with urllib.request.urlopen(f"http://{target.admin}/metrics", timeout=30) as answer:
         text = answer.read().decode()
-    return tier_keys(text)
+    return missed_and_samples(text)
 
 
-def tier_keys(text: str) -> tuple[float, float]:
-    """Return the keys that the GPU cache found and missed, from the text of metrics."""
-    found = missed = 0.0
+def missed_and_samples(text: str) -> tuple[float, float]:
+    """Return the keys that the GPU cache missed, and the samples of all batches, from the text of metrics."""
+    missed = samples = 0.0
     for line in text.splitlines():
-        match = _KEYS.match(line)
-        if match and 'tier="gpu"' in match[1]:
-            found += float(match[2]) if 'result="found"' in match[1] else 0.0
-            missed += float(match[2]) if 'result="missed"' in match[1] else 0.0
-    return found, missed
+        name, _, value = line.rpartition(" ")
+        if name.startswith("hps_scheduler_samples_total"):
+            samples += float(value)
+        elif name.startswith("hps_tier_keys_total") and {*_MISSED} <= {*_LABEL.findall(name)}:
+            missed += float(value)
+    return missed, samples

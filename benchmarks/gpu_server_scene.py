@@ -78,9 +78,13 @@ class Scene:
     rows: int
     dim: int
 
-    def template(self, protocol: str, batch: int, *, lookup: bool = False) -> Template:
-        """A prediction of ``batch`` samples, or a lookup of as many keys in each of the 26 tables."""
-        tensors = [PatchedTensor(name, (batch, 1), limit=self.rows) for name in NAMES]
+    def template(
+        self, protocol: str, batch: int, *, lookup: bool = False, skew: int = 0
+    ) -> Template:
+        """A prediction of ``batch`` samples, or a lookup of as many keys in each of the 26 tables.
+
+        ``skew`` of the keys as for `benchmarks.native_load.Patch`."""
+        tensors = [PatchedTensor(name, (batch, 1), limit=self.rows, skew=skew) for name in NAMES]
         if not lookup:
             tensors.append(PatchedTensor("dense", (batch, DENSE)))
         return make_template(protocol, f"{self.model}.lookup" if lookup else self.model, tensors)

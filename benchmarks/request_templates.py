@@ -19,13 +19,14 @@ METHOD = "/inference.GRPCInferenceService/ModelInfer"
 
 @dataclass(frozen=True)
 class PatchedTensor:
-    """An input that differs in each request: INT64 keys below ``limit``; FP32 without one, which repeat the
-    keys of tensor number ``source``, or are random."""
+    """An input that differs in each request: INT64 keys below ``limit``, with ``skew`` as for `Patch`; FP32
+    without one, which repeat the keys of tensor number ``source``, or are random."""
 
     name: str
     shape: tuple[int, ...]
     limit: int = 0
     source: int = -1
+    skew: int = 0
 
     @property
     def datatype(self) -> str:
@@ -40,7 +41,7 @@ class PatchedTensor:
         return self.size * (8 if self.limit else 4)
 
     def patch(self, offset: int) -> Patch:
-        return Patch(offset, self.size, self.limit, self.source)
+        return Patch(offset, self.size, self.limit, self.source, self.skew)
 
 
 def make_template(

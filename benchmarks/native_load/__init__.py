@@ -29,12 +29,16 @@ SOURCES = (HERE / "connection.hpp", HERE / "load.cpp")
 @dataclass(frozen=True)
 class Patch:
     """Bytes of a message that differ in each request, from ``offset``: ``count`` INT64 keys below ``limit``
-    (at most 2^32); with ``limit`` 0 FP32 numbers: the keys of patch number ``source``, else in [-1, 1)."""
+    (at most 2^32); with ``limit`` 0 FP32 numbers: the keys of patch number ``source``, else in [-1, 1).
+
+    Keys are uniform, or with ``skew`` the limit times the product of so many further uniform numbers: with 3,
+    97 % of them are below 0.3 of the limit."""
 
     offset: int
     count: int
     limit: int = 0
     source: int = -1
+    skew: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def run_load(address: str, template: Template, callers: Callers) -> LoadSummary:
             "message": message,
             "head": head,
             "patches": ",".join(
-                f"{p.offset}:{p.count}:{p.limit}:{p.source}" for p in template.patches
+                f"{p.offset}:{p.count}:{p.limit}:{p.source}:{p.skew}" for p in template.patches
             ),
             "answer_bytes": template.answer_bytes,
             "zeros": template.zeros,

@@ -18,11 +18,12 @@
 #include <vector>
 
 // Bytes of a request that differ in each: `count` 64-bit keys below `limit`; without a limit,
-// 32-bit floats: the keys of the patch `source`, or numbers in [-1, 1) if that is negative.
+// 32-bit floats: the keys of the patch `source`, or numbers in [-1, 1) if that is negative. Keys are
+// uniform, or with `skew` the limit times the product of so many further uniform numbers.
 struct Patch {
   size_t offset, count;
   uint64_t limit;
-  int source;
+  int source, skew;
 };
 
 struct Request {
@@ -48,6 +49,7 @@ inline void patch(char* message, const std::vector<Patch>& patches, uint64_t& se
       uint64_t random = mix(first + i * 0x9e3779b97f4a7c15ull);
       if (each.limit) {
         uint64_t key = ((random >> 32) * each.limit) >> 32;
+        for (int k = 0; k < each.skew; ++k) key = ((random = mix(random + 1)) >> 32) * key >> 32;
         memcpy(at + 8 * i, &key, 8);
       } else {
         float value = static_cast<float>(static_cast<int32_t>(random >> 32)) * 0x1p-31f;

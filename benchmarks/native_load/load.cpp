@@ -65,7 +65,7 @@ Plan make_plan(Options& options) {
   for (const std::string& each : split(options["patches"], ',')) {
     auto parts = split(each, ':');
     Patch made{std::stoull(parts.at(0)), std::stoull(parts.at(1)), std::stoull(parts.at(2)),
-               std::stoi(parts.at(3))};
+               std::stoi(parts.at(3)), std::stoi(parts.at(4))};
     if (made.limit >> 32 ||
         made.offset + made.count * (made.limit ? 8 : 4) > plan.request.message.size())
       throw std::runtime_error("patch " + each +

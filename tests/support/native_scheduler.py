@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hps.native import CacheTable
+from hps.native._core import CacheTable
 from hps.native.scheduler import (
     BatchScheduler,
     ChannelClient,

@@ -9,7 +9,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from benchmarks.gpu_server import BATCHES, BENCHMARK, judge
-from benchmarks.gpu_server_misses import tier_keys
+from benchmarks.gpu_server_misses import missed_and_samples
 from benchmarks.gpu_server_scene import (
     PROTOCOLS,
     Cores,
@@ -113,11 +113,12 @@ def test_reference_finds_wrong_scores(anchor):
         assert reference.wrong(template, bytes(message), framed) == wrong
 
 
-def test_keys_of_the_gpu_are_read_from_metrics():
+def test_missed_keys_and_samples_are_read_from_metrics():
     text = """# TYPE hps_tier_keys_total counter
 hps_tier_keys_total{tier="gpu",model="m",version="1",table="a",result="found"} 90
-hps_tier_keys_total{tier="gpu",model="m",version="1",table="b",result="found"} 5
-hps_tier_keys_total{tier="gpu",model="m",version="1",table="b",result="missed"} 5
+hps_tier_keys_total{tier="gpu",model="m",version="1",table="a",result="missed"} 3
+hps_tier_keys_total{result="missed",tier="gpu",model="m",version="1",table="b"} 5
 hps_tier_keys_total{tier="cpu",model="m",version="1",table="b",result="missed"} 7
+hps_scheduler_samples_total{model="m",version="1"} 12
 """
-    assert tier_keys(text) == (95, 5)
+    assert missed_and_samples(text) == (8, 12)

@@ -60,6 +60,17 @@ def test_numbers_may_repeat_the_keys(echo):
     assert np.frombuffer(sent, np.float32, 4, FLOATS.offset).tolist() == keys.tolist()
 
 
+def test_skewed_keys_are_mostly_small(echo):
+    message = http_request("/3000", bytes(8000))
+    skewed = Patch(len(message) - 8000, 1000, 1000, skew=3)
+    template = replace(ECHO, message=message, patches=[skewed])
+    (sent, _), _ = run_load(echo, template, Callers(2, 0.5, samples=2)).samples
+    keys = np.frombuffer(sent, np.int64, 1000, skewed.offset)
+    assert keys.min() >= 0
+    assert keys.max() < 1000
+    assert 0.94 < (keys < 300).mean() < 0.99
+
+
 def test_answers_that_do_not_end_with_zeros_are_wrong(echo):
     zeros = replace(ECHO, message=http_request("/3000", bytes(BODY)), patches=(), zeros=3000)
     assert run_load(echo, zeros, Callers(1, 0.2)).wrong == 0

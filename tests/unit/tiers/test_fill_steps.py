@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("hps.native._core")
 from hps.cuda import vector_fetch
+from hps.native import COMPILED
 from hps.native.scheduler import BatchScheduler, MissFill, SizeClass, Step
 from hps.tiers.cpu.cache import CpuCache
 from hps.types import Source
@@ -22,6 +23,7 @@ from tests.unit.tiers.test_vector_fetch import (  # noqa: F401 # fixtures
     tables,
 )
 
+pytestmark = pytest.mark.skipif(not COMPILED, reason="the scheduler is part of the compiled core")
 BATCH, SAMPLES = 16, 11
 UNKNOWN = HELD + 1
 
