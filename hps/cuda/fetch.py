@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -42,22 +42,9 @@ PART = struct.Struct("<10Q10I")
 PARTS_AT = FETCH_ARGS.fields["part"][1]  # type: ignore[index] # None for a plain dtype
 
 
-@dataclass(slots=True)
-class FetchArguments:
-    """One table's arguments of a fetch of ``n`` keys.
-
-    ``keys`` and ``positions`` (None: all) on host or device; ``out``, ``versions`` and ``source`` (each
-    or None) on the device.
-    """
-
-    table: GpuTable
-    keys: Any
-    positions: Any
-    out: Any
-    versions: Any
-    source: Any
-    n: int
-    oldest_tombstone: int
+FetchArguments = tuple[GpuTable, Any, Any, Any, Any, Any, int, int]
+"""One table's arguments of a fetch of n keys: the table; keys, and positions in them (None: all), on host or
+device; out, versions and source (each or None) on the device; the oldest tombstone that counts; n."""
 
 
 class MissList:
@@ -99,7 +86,7 @@ class FetchWorkspace:
         self.result = np.frombuffer(self._pinned, np.uint32, 2)
         self.result[:] = 0
         self.result_at = self._pinned.ptr
-        self._plans: dict[tuple[int, bool, tuple[GpuTable, ...]], _Plan] = {}
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
         self.count, self.count_args = kernel("count_kernel"), KernelStruct(launch.COUNT_ARGS)
         self.count_args["miss_count"] = self.counts.data.ptr
         self.count_args["result"] = self.result_at
@@ -114,17 +101,23 @@ class FetchWorkspace:
         They have versions all or none: without, deleted keys are misses. Returns the misses, ascending,
         as positions in the batch: all keys of the requests, one after the other.
         """
-        needed, total = 0, 0
-        for request in requests:
-            needed += staging_bytes(request.keys, request.positions)
-            total += request.n
-        self.staging.begin(needed, in_place=True)
-        form = launch.VECTORS if requests[0].versions is None else launch.TIER
-        plan = self._plan(form, total, tuple([request.table for request in requests]))
-        if plan.native is not None and windows_of(plan.host_bytes, total) == 1:
-            missed = self._run_native(readers, stream, requests, plan, total)
-        else:
+        needed, total, tables = 0, 0, []
+        for table, keys, positions, _, _, _, _, n in requests:
+            tables.append(table)
+            total += n
+            if type(keys) is np.ndarray or type(positions) is np.ndarray:
+                needed += staging_bytes(keys, positions)
+        if needed:
+            self.staging.begin(needed, in_place=True)
+        form = launch.VECTORS if requests[0][4] is None else launch.TIER
+        many = total >= MANY_KEYS
+        plan = self._plans.get((form, many, *tables)) or self._plan(form, total, tables)
+        if plan.native is None or windows_of(plan.host_bytes, total) > 1:
             missed = self._run(readers, stream, requests, plan, total)
+        elif needed and total >= launch.COPIED_IN_CHUNKS and _is_whole(requests):
+            missed = self._run_copied(readers, stream, requests[0], plan)
+        else:
+            missed = self._run_native(readers, stream, requests, plan, total)
         return np.sort(self.misses.read(missed, stream)) if missed else _NO_MISSES
 
     def _run_native(
@@ -136,41 +129,60 @@ class FetchWorkspace:
         total: int,
     ) -> int:
         """Launch the fetch of ``total`` keys, and wait for it; return the number of its misses."""
-        addresses, parts = plan.row_bytes, []
-        whole = len(requests) == 1 and requests[0].positions is None
-        copied = whole and total >= launch.COPIED_IN_CHUNKS and type(requests[0].keys) is np.ndarray
-        put: Callable[[Any], int] = self._reserve if copied else self.staging.put
-        for request in requests:
-            out = request.out.data.ptr
+        put, addresses, parts = self.staging.put, plan.row_bytes, []
+        for _, keys, positions, rows, versions, source, oldest, n in requests:
+            out = rows.data.ptr
             addresses |= out
             parts.append(
                 (
-                    put(request.keys),
-                    put(request.positions),
+                    put(keys),
+                    put(positions),
                     out,
-                    0 if request.versions is None else request.versions.data.ptr,
-                    0 if request.source is None else request.source.data.ptr,
-                    request.oldest_tombstone,
-                    request.n,
+                    0 if versions is None else versions.data.ptr,
+                    0 if source is None else source.data.ptr,
+                    oldest,
+                    n,
                 )
             )
         for table in plan.timed:
             table.publish_now()
-        native, keys_a_block = plan.native, BLOCK // plan.tile
-        function = plan.kernels(unit_of(addresses)).one().address
-        at = self.misses.reserve(total), stream.ptr, readers.end_of(stream).ptr
-        if copied:
-            size, keys = launch.chunk_keys(total), requests[0].keys
-            native.run_copied(function, keys_a_block, parts[0], keys, size, *at, self._threads)
-        else:
-            behind = total >= launch.COUNTED_BEHIND
-            native.run_parts(function, keys_a_block, parts, *at, behind)
+        native = plan.native
+        native.run_parts(
+            plan.function(addresses),
+            plan.keys_a_block,
+            parts,
+            self.misses.reserve(total),
+            stream.ptr,
+            readers.end_of(stream).ptr,
+            total >= launch.COUNTED_BEHIND,
+        )
         missed: int = native.wait()
         return missed
 
-    def _reserve(self, keys: Any) -> int:
-        """Return the address of staging memory that ``run_copied`` fills with ``keys``; 0 for None."""
-        return 0 if keys is None else self.staging.allocate(keys.size, keys.dtype)[1]
+    def _run_copied(
+        self, readers: ReaderEvents, stream: Any, request: FetchArguments, plan: _Plan
+    ) -> int:
+        """Like `_run_native` for one part with keys on the host, fetched in chunks as they are copied."""
+        _, keys, _, rows, versions, source, oldest, n = request
+        out, (_, keys_at) = rows.data.ptr, self.staging.allocate(n, keys.dtype)
+        versions_at = 0 if versions is None else versions.data.ptr
+        source_at = 0 if source is None else source.data.ptr
+        for table in plan.timed:
+            table.publish_now()
+        native = plan.native
+        native.run_copied(
+            plan.function(plan.row_bytes | out),
+            plan.keys_a_block,
+            (keys_at, 0, out, versions_at, source_at, oldest, n),
+            keys,
+            launch.chunk_keys(n),
+            self.misses.reserve(n),
+            stream.ptr,
+            readers.end_of(stream).ptr,
+            self._threads,
+        )
+        missed: int = native.wait()
+        return missed
 
     def _run(
         self,
@@ -198,27 +210,28 @@ class FetchWorkspace:
         """Fill the arguments and the staging buffer; return the blocks to launch and the kernels."""
         base, blocks, addresses = 0, 0, plan.row_bytes
         put, parts = self.staging.put, plan.args["part"]
-        for index, request in enumerate(requests):
-            table, out, part = request.table, request.out.data.ptr, parts[index]
-            part["keys"], part["positions"] = put(request.keys), put(request.positions)
-            part["out"], part["n"], part["base"] = out, request.n, base
-            part["versions"] = 0 if request.versions is None else request.versions.data.ptr
-            part["source"] = 0 if request.source is None else request.source.data.ptr
-            part["oldest_tombstone"] = request.oldest_tombstone
+        for part, request in zip(parts, requests, strict=False):
+            table, keys, positions, rows, versions, source, oldest, n = request
+            part["keys"], part["positions"] = put(keys), put(positions)
+            part["out"], part["n"], part["base"] = rows.data.ptr, n, base
+            part["versions"] = 0 if versions is None else versions.data.ptr
+            part["source"] = 0 if source is None else source.data.ptr
+            part["oldest_tombstone"] = oldest
             part["first_block"], part["now"] = blocks, table.now
-            addresses |= out
-            base += request.n
-            blocks += blocks_of(request.n, plan.tile)
+            addresses |= rows.data.ptr
+            base += n
+            blocks += blocks_of(n, plan.tile)
         return blocks, plan.kernels(unit_of(addresses))
 
-    def _plan(self, form: int, keys: int, tables: tuple[GpuTable, ...]) -> _Plan:
-        """Return the launch plan for ``keys`` of ``tables``; cached, since a model's requests repeat."""
-        many = keys >= MANY_KEYS
-        plan = self._plans.get((form, many, tables))
-        if plan is None:
-            key = form, many, tables
-            plan = memoize(self._plans, key, _Plan(self, form, keys, tables), _PLANS_KEPT)
-        return plan
+    def _plan(self, form: int, keys: int, tables: Sequence[GpuTable]) -> _Plan:
+        """Make the launch plan for ``keys`` of ``tables``; kept, since a model's requests repeat."""
+        key = form, keys >= MANY_KEYS, *tables
+        return memoize(self._plans, key, _Plan(self, form, keys, tables), _PLANS_KEPT)
+
+
+def _is_whole(requests: Sequence[FetchArguments]) -> bool:
+    """Return whether the request is one of all keys of an array on the host."""
+    return len(requests) == 1 and type(requests[0][1]) is np.ndarray and requests[0][2] is None
 
 
 class FetchKernels:
@@ -274,9 +287,11 @@ class _Plan:
         sizes = {table.table.row_bytes for table in tables}
         self.row_bytes = reduce(or_, sizes)
         self.tile = tile_of(max(sizes), keys)
+        self.keys_a_block = BLOCK // self.tile
         self._size = max(sizes) if len(sizes) == 1 else 0
         self._stamp = any(table.stamping for table in tables)
         self._kernels: dict[int, FetchKernels] = {}
+        self._functions: dict[int, int] = {}
         self.host_bytes = max(table.shape.host_bytes for table in tables)
         self.timed = [table for table in tables if table.is_timed]
         self.args = args = KernelStruct(FETCH_ARGS)
@@ -295,6 +310,14 @@ class _Plan:
             count, count_args = workspace.count.address, workspace.count_args.array.ctypes.data
             now = [table.now_cell.ctypes.data for table in tables]
             self.native = FetchLaunch.make(args.array.ctypes.data, count, count_args, now)
+
+    def function(self, addresses: int) -> int:
+        """Return the kernel for rows and outs at ``addresses``, combined by bitwise or."""
+        function = self._functions.get(addresses & 15)
+        if function is None:
+            function = self.kernels(unit_of(addresses)).one().address
+            self._functions[addresses & 15] = function
+        return function
 
     def kernels(self, unit: int) -> FetchKernels:
         kernels = self._kernels.get(unit)

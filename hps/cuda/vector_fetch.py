@@ -72,6 +72,8 @@ class VectorFetch:
         self.chunks = [_Chunk(self, pieces) for pieces in _split(requests, most)]
         self._launches: list[Any] = [chunk.native for chunk in self.chunks]
         self._sizes = [chunk.last - chunk.first for chunk in self.chunks]
+        single = len(self.chunks) == 1 and all(on_device) and not self.chunks[0].timed
+        self._quick = self._launches[0] if single else None
         self._is_copied = (
             self.total >= COPIED_IN_CHUNKS and not self.lists_keys and None not in self._launches
         )
@@ -91,6 +93,12 @@ class VectorFetch:
         ``arrays``: each table's keys ``(n,) int64``, on host or device, contiguous; None if they are in
         ``keys``. ``pool`` copies those on the host. ``used (tables,)``: how many of each table's keys to
         fetch, the first ones; None: all."""
+        if used is not None:
+            self._quick = None  # its launches do not restore the numbers of keys
+        if self._quick is not None and arrays is not None:
+            at = stream.ptr, self.readers.end_of(stream).ptr
+            self._quick.run_block(block, [array.data.ptr for array in arrays], *at)
+            return
         if self._is_copied and arrays is not None and used is None:
             for chunk in self.chunks:
                 chunk.refresh(None)
@@ -219,7 +227,7 @@ class _Chunk:
         self._windows = windows_of(max(table.shape.host_bytes for table in held), n)
         self._later = cupy().empty(n, np.uint32) if self._windows > 1 else None
         self._addresses = [0] * len(self._device_parts)
-        self._timed = [table for table in held if table.is_timed]
+        self.timed = [table for table in held if table.is_timed]
         self.native = self._native_launch() if self._windows == 1 else None
 
     def _native_launch(self) -> Any:
@@ -294,7 +302,7 @@ class _Chunk:
         """Set what may differ from the launch before; ``used`` as for `VectorFetch.launch`."""
         if used is not None or self._partial:
             self._limit(used)
-        for table in self._timed:
+        for table in self.timed:
             table.publish_now()
 
     def fill_steps(

@@ -135,7 +135,7 @@ class DeviceLookup(LookupEngine):
             return None
         keys = [request.features[feature.name] for feature in features]
         result = self._prepared_lookups.lookup(key, features, keys, request.deadline)
-        if result is not None:
+        if result is not None and len(features) > 1:
             result.vectors = {name: result.vectors[name] for name in request.features}
         return result
 

@@ -27,7 +27,7 @@ from hps.observability.meters import LookupMeter
 from hps.tiers.wrappers import FetchObserver
 from hps.types import JaggedKeys, LookupResult, Source
 
-_INT64 = np.dtype(np.int64)
+_INT64, _FLAT = np.dtype(np.int64), (8,)
 _PREPARED_KEPT = 64
 _GPU = int(Source.GPU)
 
@@ -43,9 +43,10 @@ def request_signature(features: Mapping[str, JaggedKeys]) -> Signature | None:
         flat = keys.keys
         plain = keys.offsets is None and keys.weights is None and flat.dtype == _INT64
         on_host = type(flat) is np.ndarray
-        if not plain or not len(flat) or not (on_host or flat.flags.c_contiguous):
+        n = len(flat)
+        if not plain or not n or not (on_host or flat.strides == _FLAT or flat.flags.c_contiguous):
             return None
-        found.append((name, len(flat), keys.batch, on_host))
+        found.append((name, n, keys.batch, on_host))
     return tuple(found)
 
 

@@ -45,7 +45,7 @@ _COPY_THREADS = 8
 _COPIED_BY_THREADS = 1 << 16
 _NOTHING = np.empty(0, np.int64)
 _NOTHING.flags.writeable = False
-_Request = tuple[Part, FetchArguments]
+_Requests = tuple[list[Part], list[FetchArguments]]
 
 
 class GpuCache(GpuTables):
@@ -91,25 +91,27 @@ class GpuCache(GpuTables):
     # -- reading ----------------------------------------------------------------------------------
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        plain: list[_Request] = []
-        versioned: list[_Request] = []
-        now = self._clock()
+        plain: _Requests = [], []
+        versioned: _Requests = [], []
+        device, now = self.space.number, self._clock()
         for part in parts:
             table = self._tables.get(part.table)
             if table is not None:
-                check_part(part, self._device.id)
+                check_part(part, device)
                 if len(part.missing):
-                    ask = fetch_arguments(part, table, now)
-                    (plain if part.versions is None else versioned).append((part, ask))
-        if not plain and not versioned:
+                    own = plain if part.versions is None else versioned
+                    own[0].append(part)
+                    own[1].append(fetch_arguments(part, table, now))
+        if not plain[0] and not versioned[0]:
             return
         with self._device:
             stream = ctx.stream or self._cupy.cuda.get_current_stream()
             workspace = self._workspace(ctx)
             try:
-                for requests in (plain, versioned):
-                    for start in range(0, len(requests), PARTS):
-                        self._fetch_some(workspace, stream, requests[start : start + PARTS])
+                for some, asks in (plain, versioned):
+                    for start in range(0, len(some), PARTS):
+                        stop = start + PARTS
+                        self._fetch_some(workspace, stream, some[start:stop], asks[start:stop])
             finally:
                 self._workspaces.put(workspace)
 
@@ -120,13 +122,17 @@ class GpuCache(GpuTables):
             np.copyto(to, array)
 
     def _fetch_some(
-        self, workspace: FetchWorkspace, stream: Any, requests: Sequence[_Request]
+        self,
+        workspace: FetchWorkspace,
+        stream: Any,
+        parts: Sequence[Part],
+        asks: Sequence[FetchArguments],
     ) -> None:
-        misses = workspace.fetch(self._readers, stream, [ask for _, ask in requests])
+        misses = workspace.fetch(self._readers, stream, asks)
         if len(misses):
-            distribute_misses([part for part, _ in requests], misses)
+            distribute_misses(parts, misses)
         else:
-            for part, _ in requests:
+            for part in parts:
                 part.missing = _NOTHING
 
     def pool(self, asks: Sequence[DevicePooling], stream: Any = None) -> bool:
@@ -207,8 +213,10 @@ class GpuCache(GpuTables):
 
         None if there are no misses; else the last rows may still be on their way: wait for ``stream``. The
         cache's device must be the current one. Thread-safe."""
-        first = next((i for i, chunk in enumerate(fetch.chunks) if chunk.wait(stream)), None)
-        if first is None:
+        for first, chunk in enumerate(fetch.chunks):  # noqa: B007
+            if chunk.wait(stream):
+                break
+        else:
             return None
         try:
             rows = self._miss_rows.get_nowait()

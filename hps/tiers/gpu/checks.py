@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ _ON_HOST, _ON_DEVICE = (1, 3), 2
 """DLPack's memory types: of the CPU, plain or pinned by CUDA; and of CUDA devices."""
 _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _UINT32, _UINT8 = np.dtype(np.uint32), np.dtype(np.uint8)
+_FLAT = (8,)
+"""Strides of a contiguous array of keys."""
 _DTYPES: dict[str, np.dtype[Any]] = {
     "versions": _UINT64,
     "source": _UINT8,
@@ -171,38 +173,39 @@ def _expected(table: EmbeddingTable, name: str, n: int) -> tuple[tuple[int, ...]
 
 
 def _is_valid(part: Part, device: int) -> bool:
-    """Return whether ``part`` has NumPy and CuPy arrays alone and is valid: the fast path of `check_part`."""
-    device_array, keys = cupy().ndarray, part.keys
-    on_device: list[Any] = [part.out]
-    if part.versions is not None:
-        on_device.append(part.versions)
-    if part.source is not None:
-        on_device.append(part.source)
+    """Return whether ``part`` has NumPy and CuPy arrays alone and is valid: the fast path of `check_part`.
+
+    Strides are compared because they are read faster than flags; unusual ones of valid arrays with a row or
+    a column alone only cost the slow path."""
+    device_array, out, keys, missing = cupy().ndarray, cast(Any, part.out), part.keys, part.missing
+    if type(out) is not device_array or type(missing) is not np.ndarray:
+        return False
     if type(keys) is device_array:
-        on_device.append(keys)
+        if cast(Any, keys.data).device_id != device:
+            return False
     elif type(keys) is not np.ndarray:
         return False
-    if type(part.missing) is not np.ndarray:
-        return False
-    for array in on_device:
-        if not (
-            type(array) is device_array
-            and array.flags.c_contiguous
-            and array.data.device_id == device
-        ):
-            return False
-    n, shape = len(keys), keys.shape
+    dtype, dim, shape = part.table.dtype, part.table.dim, keys.shape
+    size = dtype.itemsize
     return (
-        keys.dtype == part.missing.dtype == _INT64
-        and len(shape) == part.missing.ndim == 1
-        and part.out.dtype == part.table.dtype
-        and part.out.shape == (n, part.table.dim)
-        and (part.versions is None or _matches(part.versions, shape, _UINT64))
-        and (part.source is None or _matches(part.source, shape, _UINT8))
-        and keys.flags.c_contiguous
-        and part.missing.flags.c_contiguous
+        keys.dtype == _INT64
+        and keys.strides == _FLAT
+        and out.dtype == dtype
+        and out.shape == (*shape, dim)
+        and out.strides == (size * dim, size)
+        and out.data.device_id == device
+        and missing.dtype == _INT64
+        and missing.strides == _FLAT
+        and (part.versions is None or _matches(part.versions, shape, _UINT64, device))
+        and (part.source is None or _matches(part.source, shape, _UINT8, device))
     )
 
 
-def _matches(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
-    return bool(array.dtype == dtype and array.shape == shape)
+def _matches(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> bool:
+    return bool(
+        type(array) is cupy().ndarray
+        and array.dtype == dtype
+        and array.shape == shape
+        and array.strides == (dtype.itemsize,)
+        and array.data.device_id == device
+    )

@@ -23,6 +23,8 @@ if COMPILED:
 
 log = logging.getLogger(__name__)
 _ALIGN = 256
+_INT64, _FLAT = np.dtype(np.int64), (8,)
+"""Dtype and strides of contiguous keys."""
 
 
 class DeviceParts:
@@ -98,6 +100,13 @@ class DeviceSpace:
         copy if they are int64 or uint64, which is reinterpreted. Raises BadRequest for keys that are not
         integers, or on another device."""
         cp = self._cupy
+        if (
+            type(keys) is cp.ndarray
+            and keys.dtype == _INT64
+            and keys.strides == _FLAT
+            and keys.data.device_id == self.number
+        ):
+            return keys  # the common case
         if not isinstance(keys, cp.ndarray):
             if hasattr(keys, "__cuda_array_interface__"):
                 keys = cp.asarray(keys)

@@ -21,9 +21,7 @@ def fetch_arguments(part: Part, table: GpuTable, now: float) -> FetchArguments:
     n = len(part.missing)
     positions = None if n == len(part.keys) else part.missing
     oldest = 0 if part.versions is None else oldest_tombstone(part.table, now)
-    return FetchArguments(
-        table, part.keys, positions, part.out, part.versions, part.source, n, oldest
-    )
+    return table, part.keys, positions, part.out, part.versions, part.source, oldest, n
 
 
 def distribute_misses(parts: Sequence[Part], misses: NDArray[np.uint32]) -> None:

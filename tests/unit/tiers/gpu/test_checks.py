@@ -19,7 +19,7 @@ class Array:
 
     def __init__(self, values, device=0):
         self.flags, self.shape, self.dtype = values.flags, values.shape, values.dtype
-        self.size = values.size
+        self.size, self.strides = values.size, values.strides
         self.data = SimpleNamespace(device_id=device)
 
     def __len__(self):
@@ -57,6 +57,11 @@ def test_valid_part_is_accepted(keys):
         ({"out": Array(np.zeros((3, 4), np.float16))}, "got .* float16"),
         ({"out": Array(np.zeros((3, 8), np.float32)[:, ::2])}, "not C-contiguous"),
         ({"source": Array(np.zeros(3, np.int8))}, "source must be .* uint8"),
+        ({"source": Array(np.zeros(6, np.uint8)[::2])}, "source .*not C-contiguous"),
+        ({"versions": Array(np.zeros(3, np.uint64), 1)}, "versions is on device 1"),
+        ({"keys": np.arange(6)[::2]}, "keys .*not C-contiguous"),
+        ({"keys": Array(np.arange(6)[::2])}, "keys .*not C-contiguous"),
+        ({"missing": np.arange(6)[::2]}, "missing .*not C-contiguous"),
         ({"out": np.zeros((3, 4), np.float32)}, "out must be on device 0"),
         ({"keys": [1, 2, 3]}, "not an array; convert it"),
         ({"missing": [1]}, "not an array; convert it"),
