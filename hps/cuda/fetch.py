@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -13,20 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.bounded_memo import memoize
-from hps.cuda import launch, layout
+from hps.cuda import launch
+from hps.cuda.fetch_kernels import PART, PARTS_AT, FetchKernels
 from hps.cuda.launch import (
     FETCH_ARGS,
     MANY_KEYS,
     PARTS,
     blocks_of,
-    fetch_name,
-    sweep_name,
     tile_of,
     unit_of,
     units_of,
     windows_of,
 )
-from hps.cuda.loader import BLOCK, CudaKernel, KernelStruct, cupy, kernel
+from hps.cuda.loader import BLOCK, KernelStruct, cupy, kernel
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.staging import IN_PLACE, Copy, StagingBuffer, staging_bytes
 from hps.cuda.table import GpuTable
@@ -37,9 +35,6 @@ if COMPILED:
 
 _PLANS_KEPT = 64
 _NO_MISSES = np.empty(0, np.uint32)
-# FETCH_PART, packed in one call.
-PART = struct.Struct("<10Q10I")
-PARTS_AT = FETCH_ARGS.fields["part"][1]  # type: ignore[index] # None for a plain dtype
 
 
 FetchArguments = tuple[GpuTable, Any, Any, Any, Any, Any, int, int]
@@ -232,47 +227,6 @@ class FetchWorkspace:
 def _is_whole(requests: Sequence[FetchArguments]) -> bool:
     """Return whether the request is one of all keys of an array on the host."""
     return len(requests) == 1 and type(requests[0][1]) is np.ndarray and requests[0][2] is None
-
-
-class FetchKernels:
-    """The kernels of one fetch variant, compiled on first use: one launch, or one per window of pinned
-    memory."""
-
-    def __init__(
-        self,
-        tile: int,
-        unit: int,
-        units: int,
-        form: int,
-        *,
-        stamp: bool,
-        defines: tuple[str, ...] = (),
-    ) -> None:
-        self._whole = fetch_name(tile, unit, units, form, stamp=stamp, sweep=False)
-        self._first = fetch_name(tile, unit, units, form, stamp=stamp, sweep=True)
-        self._other = sweep_name(tile, unit, units)
-        self._defines = defines
-        self._one: CudaKernel | None = None
-
-    def one(self) -> CudaKernel:
-        """Return the kernel that fetches in one launch."""
-        self._one = self._one or kernel(self._whole, self._defines)
-        return self._one
-
-    def launch(
-        self, blocks: int, args: KernelStruct, stream: Any, windows: int, later: Any
-    ) -> None:
-        """Fetch on ``stream``. ``later`` is device memory for as many row numbers as keys, if there is more
-        than one window."""
-        if windows == 1:
-            self.one().launch(blocks, args, stream.ptr)
-            return
-        args["later"], args["window_shift"] = later.data.ptr, layout.WINDOW_SHIFT
-        kernel(self._first, self._defines).launch(blocks, args, stream.ptr)
-        other = kernel(self._other, self._defines)
-        for window in range(1, windows):
-            args["window"] = window
-            other.launch(blocks, args, stream.ptr)
 
 
 class _Plan:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("hps.native._core")
-from hps.cuda import vector_fetch
+from hps.cuda import fetch_chunk
 from hps.native import COMPILED
 from hps.native.scheduler import BatchScheduler, MissFill, SizeClass, Step
 from hps.tiers.cpu.cache import CpuCache
@@ -52,7 +52,7 @@ class Lane:
             with device.cache.space.device:
                 self.context, self.stream = device.cache.space.context, device.stream.ptr
         else:
-            monkeypatch.setattr(vector_fetch, "_kernel_step", called_step)
+            monkeypatch.setattr(fetch_chunk, "_kernel_step", called_step)
         self.keys = [self.pinned(8 * n).view(np.int64) for n in self.sizes]
         self.output, self.missing = np.zeros(BATCH, np.int64), np.ones(1, np.uint32)
         self.fill = self.make_fill(slice_rows)
@@ -111,7 +111,7 @@ def called_step(run, blocks, args, fresh=()):
     """The step that calls a kernel's twin; place_kernel's blocks are those of its rows."""
 
     def call():
-        if isinstance(run, vector_fetch.FetchKernels):
+        if isinstance(run, fetch_chunk.FetchKernels):
             args.array["part"]["now"] = 7
             run.launch(blocks, args, None, 1, None)
         else:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hps.cuda import launch, miss_fill, vector_fetch
+from hps.cuda import fetch_chunk, launch, miss_fill, vector_fetch
 from hps.cuda.launch import PARTS, UNANSWERED
 from hps.cuda.loader import BLOCK
 from hps.tiers.gpu.cache import GpuCache
@@ -149,11 +149,11 @@ class HostDevice:
                 Event=Event,
             ),
         )
-        for each in (vector_fetch, miss_fill):
+        for each in (vector_fetch, fetch_chunk, miss_fill):
             monkeypatch.setattr(each, "cupy", lambda: module)
-        monkeypatch.setattr(vector_fetch, "kernel", PlaceTwin)
-        monkeypatch.setattr(vector_fetch, "FetchKernels", FetchTwin)
-        monkeypatch.setattr(vector_fetch, "COMPILED", False)
+        monkeypatch.setattr(fetch_chunk, "kernel", PlaceTwin)
+        monkeypatch.setattr(fetch_chunk, "FetchKernels", FetchTwin)
+        monkeypatch.setattr(fetch_chunk, "COMPILED", False)
         self._readers = SimpleNamespace(run=lambda stream, start: start())
         self._cache = SimpleNamespace(_miss_rows=queue.SimpleQueue())
 
@@ -254,7 +254,7 @@ def test_rows_of_device_and_host_reach_their_places(
     """``large``: with several chunks, copies of counts, and slices of rows."""
     if large:
         monkeypatch.setattr(vector_fetch, "chunk_keys", lambda _keys: 500)
-        monkeypatch.setattr(vector_fetch, "COUNTED_BEHIND", 0)
+        monkeypatch.setattr(fetch_chunk, "COUNTED_BEHIND", 0)
         monkeypatch.setattr(vector_fetch, "COPIED_IN_CHUNKS", 0)
         monkeypatch.setattr(miss_fill, "SLICE_BYTES", 15_000)
     numbers = [SIZES[sizes](i) for i in range(COUNT)]
