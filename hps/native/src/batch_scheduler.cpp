@@ -11,6 +11,8 @@
 #include <future>
 #include <stdexcept>
 
+#include "hps/relaxed.hpp"
+
 namespace hps {
 
 namespace {
@@ -28,13 +30,7 @@ std::int64_t now_ns() {
 }
 
 void pause_briefly() {
-  for (int i = 0; i < 16; ++i) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-  }
+  for (int i = 0; i < 16; ++i) cpu_relax();
 }
 
 std::uint64_t sum(const std::vector<std::uint32_t>& widths) {
@@ -42,6 +38,8 @@ std::uint64_t sum(const std::vector<std::uint32_t>& widths) {
   for (const std::uint32_t width : widths) total += width;
   return total;
 }
+
+enum class FillEnd { kNone, kLaunched, kFailed };
 
 }  // namespace
 
@@ -53,6 +51,7 @@ class BatchScheduler::Handoff {
     {
       const std::lock_guard<std::mutex> held(lock_);
       items_.push_back(item);
+      size_.store(items_.size(), std::memory_order_relaxed);
     }
     ready_.notify_one();
   }
@@ -62,6 +61,11 @@ class BatchScheduler::Handoff {
     return closed_;
   }
 
+  // Looks for an item for some 50 us, so that the next one need not wake this thread.
+  void look() const {
+    for (unsigned i = 0; i < kSpins && size_.load(std::memory_order_relaxed) == 0; ++i) cpu_relax();
+  }
+
   bool take(T& item, int timeout_ms) {
     std::unique_lock<std::mutex> held(lock_);
     ready_.wait_for(held, std::chrono::milliseconds(timeout_ms),
@@ -69,6 +73,7 @@ class BatchScheduler::Handoff {
     if (items_.empty()) return false;
     item = items_.front();
     items_.pop_front();
+    size_.store(items_.size(), std::memory_order_relaxed);
     return true;
   }
 
@@ -81,9 +86,12 @@ class BatchScheduler::Handoff {
   }
 
  private:
+  static constexpr unsigned kSpins = 2000;  // pauses of some 20 to 40 ns
+
   std::mutex lock_;
   std::condition_variable ready_;
   std::deque<T> items_;
+  std::atomic<std::size_t> size_{0};
   bool closed_ = false;
 };
 
@@ -151,6 +159,7 @@ struct BatchScheduler::Lane {
   void *context, *stream, *reader = nullptr, *done = nullptr;
   void* sent[2] = {};  // of the halves of a MissFill's memory
   State state = State::kIdle;
+  std::atomic<FillEnd> fill_end{FillEnd::kNone};  // set by the thread that fills the batch
   std::vector<Piece> pieces;
   std::uint32_t used = 0, samples = 0;           // the batch's size class, and its samples
   std::int64_t launched_ns = 0, counted_ns = 0;  // counted: until then, as time on the device
@@ -160,8 +169,6 @@ struct BatchScheduler::Lane {
   std::string error;
 
   SizeClass& size() { return classes[used]; }
-  // The device works on it; else, unless it is idle, a thread of `fill_batches`.
-  bool running() const { return state != State::kIdle && state != State::kFilling; }
 };
 
 // The stream of a lane, for a MissFill.
@@ -342,7 +349,9 @@ void BatchScheduler::fill_batches() {
     Lane* lane;
     if (!fills_->take(lane, 1000)) continue;
     const bool launched = fill(*lane);
-    enqueue([this, lane, launched] { end_fill(*lane, launched); });
+    lane->fill_end.store(launched ? FillEnd::kLaunched : FillEnd::kFailed,
+                         std::memory_order_release);
+    fills_->look();
   }
   --fill_threads_;
 }
@@ -402,10 +411,10 @@ void BatchScheduler::run() {
       idle_from = 0;
       continue;
     }
-    const bool device_runs = std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) {
-      return lane != nullptr && lane->running();
+    const bool busy = std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) {
+      return lane != nullptr && lane->state != Lane::State::kIdle;
     });
-    if (!device_runs) {
+    if (!busy) {
       if (idle_from == 0) idle_from = now_ns();
       if (now_ns() - idle_from >= spin_us_ * std::int64_t{1000}) sleep();
     }
@@ -659,6 +668,7 @@ void BatchScheduler::end_fetch(Lane& lane) {
   lane.filled.begin(lane.samples, lane.pieces.size(), fill_of.features);
   if (missing <= gathered_here_ || fill_threads_ == 0) return end_fill(lane, fill(lane));
   lane.state = Lane::State::kFilling;
+  lane.fill_end.store(FillEnd::kNone, std::memory_order_relaxed);
   fills_->put(&lane);
 }
 
@@ -713,7 +723,14 @@ bool BatchScheduler::run_step(Lane& lane, Step& step) {
 bool BatchScheduler::end_batches() {
   bool any = false;
   for (const auto& lane : lanes_) {
-    if (lane == nullptr || !lane->running()) continue;
+    if (lane == nullptr || lane->state == Lane::State::kIdle) continue;
+    if (lane->state == Lane::State::kFilling) {
+      const FillEnd end = lane->fill_end.load(std::memory_order_acquire);
+      if (end == FillEnd::kNone) continue;
+      any = true;
+      end_fill(*lane, end == FillEnd::kLaunched);
+      continue;
+    }
     if (lane->done != nullptr) {
       const CudaDriver* driver = CudaDriver::get();
       const int code = driver->event_query(lane->done);

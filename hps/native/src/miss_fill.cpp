@@ -106,7 +106,7 @@ bool fill_misses(MissFill& fill, const std::vector<std::uint32_t>& group_of, Fil
                  FillOutcome& outcome) {
   const std::size_t half = fill.bytes / 2 / 16 * 16;
   const std::size_t most = half / (fill.stride + 1);  // rows of a slice
-  std::vector<MissPart> parts;
+  std::vector<MissPart>& parts = outcome.parts;
   const bool reuses = fill.chunks.size() > 1 || fill.missing() > 2 * most;
   unsigned slice = 0;
   for (FillChunk& chunk : fill.chunks) {

@@ -58,6 +58,7 @@ struct FillOutcome {
   std::int64_t gather_ns = 0;
   std::vector<std::uint32_t> features;  // of the keys to be promoted
   std::vector<std::int64_t> keys;       // to be promoted: a sample of the misses with rows
+  std::vector<MissPart> parts;          // of the chunk that is gathered
 
   void begin(std::size_t samples, std::size_t groups, std::size_t n_features);
 };
