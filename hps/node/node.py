@@ -99,6 +99,10 @@ class Node(OpenModels):
                 "this node has no GPU cache (tiers.gpu.use); lookup answers on the host"
             )
         lookup = self._lookup_near(features, lookups)
+        if not want_source and timeout_s is None:
+            result = lookup.lookup_arrays(features, by_table)
+            if result is not None:
+                return served.freshness.mark(result)
         keys = served.keys(features, by_table, lookup.cache.space.device_keys)
         request = LookupRequest(keys, deadline_in(timeout_s), want_source, by_table=by_table)
         return served.freshness.mark(lookup.pooled(request))

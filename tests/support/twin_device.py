@@ -119,6 +119,9 @@ class Space:
     def after_current(self, stream: Any, event: Any) -> None:
         self.waited += 1
 
+    def holds(self, array: Any) -> bool:
+        return isinstance(array, Array)
+
     def device_keys(self, name: str, keys: Any) -> Any:
         return keys if isinstance(keys, Array) else None
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hps.array_inputs import Features
 from hps.bounded_memo import memoize
 from hps.cuda.pool import RowBags
 from hps.errors import BadRequest, DeadlineExceeded
@@ -23,7 +24,11 @@ from hps.lookup.base import Feature, is_past
 from hps.lookup.checks import check_keys, check_sizes
 from hps.lookup.engine import LookupEngine
 from hps.lookup.gpu.miss_fill import HostCaches
-from hps.lookup.gpu.prepared_lookups import PreparedDeviceLookups, request_signature
+from hps.lookup.gpu.prepared_lookups import (
+    PreparedDeviceLookups,
+    array_signature,
+    request_signature,
+)
 from hps.lookup.lookup_job import LookupJob, TableKeys
 from hps.observability.meters import Answers
 from hps.tiers.base import Part
@@ -134,9 +139,25 @@ class DeviceLookup(LookupEngine):
         if not features:
             return None
         keys = [request.features[feature.name] for feature in features]
-        result = self._prepared_lookups.lookup(key, features, keys, request.deadline)
+        arrays = [mine.keys for mine in keys]
+        result = self._prepared_lookups.lookup(key, features, arrays, request.deadline, keys)
         if result is not None and len(features) > 1:
             result.vectors = {name: result.vectors[name] for name in request.features}
+        return result
+
+    def lookup_arrays(self, features: Features, by_table: bool) -> LookupResult | None:
+        """Answer a request of a form that `lookup_resident` has answered, given the caller's arrays of keys.
+
+        None if a row is not in memory, and for other requests; raises nothing for them."""
+        signature = array_signature(features, self.cache.space)
+        key = by_table, signature
+        checked = self._checked.get(key)
+        if not checked:
+            return None
+        arrays = [features[feature.name] for feature in checked]
+        result = self._prepared_lookups.lookup(key, checked, arrays, None)
+        if result is not None and len(checked) > 1:
+            result.vectors = {name: result.vectors[name] for name in features}
         return result
 
     def _check(self, request: LookupRequest) -> list[Feature]:

@@ -50,6 +50,20 @@ def request_signature(features: Mapping[str, JaggedKeys]) -> Signature | None:
     return tuple(found)
 
 
+def array_signature(features: Mapping[str, Any], space: Any) -> Signature | None:
+    """Return `request_signature` for a caller's contiguous arrays ``(n,) int64`` on the host or on the device
+    of ``space``, as keys of n samples; None if there are others."""
+    found = []
+    for name, keys in features.items():
+        on_host = type(keys) is np.ndarray
+        if not on_host and not space.holds(keys):
+            return None
+        if keys.dtype != _INT64 or keys.strides != _FLAT or not len(keys):
+            return None
+        found.append((name, len(keys), len(keys), on_host))
+    return tuple(found)
+
+
 @dataclass(slots=True)
 class _PreparedPooled:
     """A prepared pooling into one block, the fetch for misses, and each feature's position in the block."""
@@ -90,13 +104,15 @@ class PreparedDeviceLookups:
         self,
         key: Any,
         features: Sequence[Feature],
-        keys: Sequence[JaggedKeys],
+        arrays: Sequence[Any],
         deadline: float | None,
+        keys: Sequence[JaggedKeys] | None = None,
     ) -> LookupResult | None:
         """Return the vectors of ``features`` as new arrays, complete; None if a row is not in memory.
 
-        ``key`` distinguishes requests that differ in more than their keys. Keys on the device are read after
-        the work on the thread's current stream."""
+        ``arrays``: their keys; ``keys``: the same with their bags, None for a key per sample. ``key``
+        distinguishes requests that differ in more than their keys. Keys on the device are read after the work
+        on the thread's current stream."""
         if self._closed:
             raise Unavailable("the GPU cache is closed")
         idle = self._prepared.get(key)
@@ -108,10 +124,10 @@ class PreparedDeviceLookups:
             try:
                 prepared = idle.get_nowait()
             except queue.Empty:
-                prepared = self._prepare(features, keys)
+                prepared = self._prepare(features, keys or [JaggedKeys(k, len(k)) for k in arrays])
             waits = True
             try:
-                arrays = [f.shift(mine.keys) for f, mine in zip(features, keys, strict=True)]
+                arrays = [f.shift(mine) for f, mine in zip(features, arrays, strict=True)]
                 if isinstance(prepared, PreparedVectors):
                     result = self._look_up_vectors(prepared, features, arrays, stream, deadline)
                     waits = False

@@ -93,6 +93,10 @@ class DeviceSpace:
         that of an array which was released while work on that stream still uses it."""
         return self._cupy.cuda.alloc(size)
 
+    def holds(self, array: Any) -> bool:
+        """Return whether ``array`` is a CuPy array on this device."""
+        return type(array) is self._cupy.ndarray and array.data.device_id == self.number
+
     def device_keys(self, name: str, keys: Any) -> Any:
         """Return ``keys``, integers on a device, as a C-contiguous CuPy array of int64; None for others.
 
@@ -100,12 +104,7 @@ class DeviceSpace:
         copy if they are int64 or uint64, which is reinterpreted. Raises BadRequest for keys that are not
         integers, or on another device."""
         cp = self._cupy
-        if (
-            type(keys) is cp.ndarray
-            and keys.dtype == _INT64
-            and keys.strides == _FLAT
-            and keys.data.device_id == self.number
-        ):
+        if self.holds(keys) and keys.dtype == _INT64 and keys.strides == _FLAT:
             return keys  # the common case
         if not isinstance(keys, cp.ndarray):
             if hasattr(keys, "__cuda_array_interface__"):

@@ -386,6 +386,32 @@ def test_invalid_request_is_rejected_as_without_a_gpu(pair):
         pair[0].predict("m", features, dense, timeout_s=-1)
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_arrays_of_a_known_form_are_looked_up_without_conversion(pair, on_device, monkeypatch):
+    node, plain, _ = pair
+    served = node.model("m")
+    put = served.on_devices[0].cache.space.bytes  # the twin's memory
+
+    def keys_of(values):
+        array = np.array(values, np.int64)
+        if not on_device:
+            return array
+        there = put(array.nbytes).view(np.int64).view(twin_device.Array)
+        there[:] = array
+        return there
+
+    node.lookup_on_device("m", {"user": keys_of([1, 2])})
+    with monkeypatch.context() as patch:
+        patch.setattr(type(served), "keys", lambda *_: pytest.fail("the keys were converted"))
+        got = node.lookup_on_device("m", {"user": keys_of([5, 3])}).vectors["user"]
+    expected = plain.lookup("m", {"user": np.array([5, 3])}).vectors["user"]
+    np.testing.assert_array_equal(np.asarray(got), expected)
+    for other in ([5, 3], np.array([5, 3], np.int32), np.array([[5], [3]]), np.arange(3)):
+        got = node.lookup_on_device("m", {"user": other}).vectors["user"]
+        expected = plain.lookup("m", {"user": other}).vectors["user"]
+        np.testing.assert_array_equal(np.asarray(got), expected)
+
+
 def test_large_runs_use_a_pool_thread(open_node):
     node, (cache,) = open_node(dense={"inline_us": 0})
     plain, _ = open_node(gpus=None, gpu={"use": "off"})
