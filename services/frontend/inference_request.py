@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +40,8 @@ class RequestTemplate:
 
     A ``kept`` template is shared by requests that differ only in their elements. ``prepared`` is then the
     endpoint's prepared form of them, and their batch size; ``prepared_message`` the same for requests that
-    are sent on as they are."""
+    are sent on as they are. ``packed``: ``raw`` with the offsets of the elements joined without gaps, made
+    when first needed; empty if they are aligned as they are."""
 
     shapes: dict[str, list[int]] = field(default_factory=dict)
     outputs: tuple[str, ...] | None = None
@@ -48,6 +50,7 @@ class RequestTemplate:
     memory_refs: SharedMemoryRefs | None = None
     kept: bool = False
     raw: list[RawTensor] = field(default_factory=list)
+    packed: list[RawTensor] | None = None
     prepared: tuple[PreparedSubmit, int] | None = None
     prepared_message: tuple[PreparedPrediction, int] | None = None
 
@@ -88,10 +91,20 @@ class InferenceRequest:
     @property
     def inputs(self) -> dict[str, NDArray[Any]]:
         if self._inputs is None:
-            # One copy aligns every tensor whose offset is a multiple of its element's size.
-            raw = self.message[self.start :]
-            self._inputs = {tensor.name: _elements(raw, tensor) for tensor in self.form.raw}
+            raw, tensors = self._aligned()
+            self._inputs = {tensor.name: _elements(raw, tensor) for tensor in tensors}
         return self._inputs
+
+    def _aligned(self) -> tuple[bytes, list[RawTensor]]:
+        """Return a copy of the elements, which aligns most or all of them, and their places in it."""
+        form = self.form
+        if form.packed is None:
+            form.packed = _packed(form.raw)
+        if not form.packed:
+            return self.message[self.start :], form.raw
+        view = memoryview(self.message)[self.start :]
+        pieces = [view[tensor.offset : tensor.offset + tensor.size] for tensor in form.raw]
+        return b"".join(pieces), form.packed
 
     def add(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         """Add inputs that the message does not have."""
@@ -104,6 +117,14 @@ class InferenceRequest:
         if self._inputs is None:
             return len(self.message) - self.start
         return sum(array.nbytes for array in self._inputs.values())
+
+
+def _packed(raw: list[RawTensor]) -> list[RawTensor]:
+    """Return the tensors' places without gaps; empty if each has an aligned offset already."""
+    if not any(tensor.offset % tensor.dtype.itemsize for tensor in raw):
+        return []
+    ends = accumulate((tensor.size for tensor in raw), initial=0)
+    return [tensor._replace(offset=at) for tensor, at in zip(raw, ends, strict=False)]
 
 
 def _elements(raw: bytes, tensor: RawTensor) -> NDArray[Any]:

@@ -52,7 +52,7 @@ class GrpcRequestTemplate(RequestTemplate):
 
     raw_size: int = 0
     raw_heads: list[tuple[bytes, int]] = field(default_factory=list)
-    heads: dict[Any, bytes] = field(default_factory=dict)
+    heads: dict[Any, tuple[bytes, list[bytes]]] = field(default_factory=dict)
 
 
 class GrpcInferenceRequest(InferenceRequest):

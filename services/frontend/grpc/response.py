@@ -40,24 +40,30 @@ class GrpcResponseEncoder:
     ) -> bytes:
         """Return the encoded response to ``call`` with ``outputs``.
 
-        The head, before the tensors, is encoded once per template and output shapes.
+        All but the ID and the elements is encoded once per template and output shapes.
         """
         heads = call.form.heads
         key = (defaulted, degraded, stale_s, *[array.shape for _, array in outputs])
         head = heads.get(key)
         if head is None:
-            head = self._describe(call.form, defaulted, degraded, stale_s, outputs)
+            described = self._describe(call.form, defaulted, degraded, stale_s, outputs)
+            head = described, [_raw_head(array) for _, array in outputs]
             memoize(heads, key, head, _HEADS_KEPT)
-        pieces: list[Any] = [head]
+        described, raw_heads = head
+        pieces: list[Any] = [described]
         if call.id:
             pieces.append(field(_ID, call.id.encode()))
-        for name, array in outputs:
-            if name in call.targets:
+        targets = call.targets
+        for raw_head, (name, array) in zip(raw_heads, outputs, strict=True):
+            if targets and name in targets:
                 pieces.append(_NO_ELEMENTS)
-                continue
-            pieces.append(b"%c%b" % (_RAW, varint(array.nbytes)))
-            if array.size:
-                pieces.append(np.ascontiguousarray(array))
+            elif array.size:
+                pieces += (
+                    raw_head,
+                    array if array.flags.c_contiguous else np.ascontiguousarray(array),
+                )
+            else:
+                pieces.append(raw_head)
         return b"".join(pieces)
 
     def _describe(
@@ -83,6 +89,11 @@ class GrpcResponseEncoder:
                     setattr(tensor.parameters[parameter], kind, value)
         head: bytes = response.SerializeToString()
         return head
+
+
+def _raw_head(array: NDArray[Any]) -> bytes:
+    """Return what precedes the elements of ``array``."""
+    return b"%c%b" % (_RAW, varint(array.nbytes))
 
 
 def _datatype(array: NDArray[Any]) -> str:

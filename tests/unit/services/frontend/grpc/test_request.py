@@ -102,6 +102,17 @@ def test_repeated_description_is_parsed_once(monkeypatch):
         parsed(make_request(("f", "INT64", (2, 1), KEYS[3])), parser)
 
 
+def test_tensors_of_a_repeated_request_are_aligned_by_one_copy():
+    """Their heads have three bytes each: a copy of each tensor cost a lookup of 26 tables 5 %."""
+    keys = {name: np.arange(64) + i for i, name in enumerate("fg")}
+    request = make_request(*((n, "INT64", (64, 1), k.tobytes()) for n, k in keys.items()))
+    parser = GrpcRequestParser("m", RULES, 1000)
+    _, call = parsed(request, parser), parsed(request, parser)
+    assert all(call.inputs[name].tolist() == each.tolist() for name, each in keys.items())
+    assert all(each.flags.aligned for each in call.inputs.values())
+    assert call.inputs["f"].base is call.inputs["g"].base is not None
+
+
 def test_number_and_size_of_kept_templates_are_bounded(monkeypatch):
     monkeypatch.setattr(module, "_FORMS_KEPT", 2)
     parser = GrpcRequestParser("m", RULES, 1000)
