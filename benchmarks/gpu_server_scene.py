@@ -208,6 +208,8 @@ def running_server(
     ``share``: of each table's rows on the GPU; None: all. It starts on all of the server's cores; then the
     node and the workers are pinned to theirs."""
     size: dict[str, Any] = {"capacity_bytes": 4 << 30} if share is None else {"share": share}
+    # As many as the node's cores, less that of its scheduler: it is pinned to them after its start.
+    size["miss_threads"] = max(1, len(cores.node if workers else cores.server) - 1)
     rows = {"use": "required", **size} if gpu else {"use": "off"}
     tiers = {"gpu": rows, "cpu_cache": {"share": 1.0}}
     dense = {"provider": "cuda" if gpu else "cpu"}

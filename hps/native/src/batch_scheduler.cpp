@@ -183,6 +183,7 @@ class BatchScheduler::LaneStream : public FillStream {
   bool wait(unsigned half) override {
     return lane_.done == nullptr || check(CudaDriver::get()->event_synchronize(lane_.sent[half]));
   }
+  bool end() override { return scheduler_.record_end(lane_); }
 
  private:
   bool check(int code) {
@@ -639,6 +640,10 @@ bool BatchScheduler::launch(Lane& lane, std::vector<Step>& steps) {
   if (!enter_context(lane)) return false;
   for (Step& step : steps)
     if (!run_step(lane, step)) return false;
+  return record_end(lane);
+}
+
+bool BatchScheduler::record_end(Lane& lane) {
   if (lane.done == nullptr) return true;
   const CudaDriver* driver = CudaDriver::get();
   const int code = driver->event_record(lane.done, lane.stream);
@@ -673,10 +678,8 @@ void BatchScheduler::end_fetch(Lane& lane) {
 }
 
 bool BatchScheduler::fill(Lane& lane) {
-  MissFill& fill_of = *lane.size().fill;
   LaneStream stream(*this, lane);
-  return enter_context(lane) && fill_misses(fill_of, lane.piece_of, stream, lane.filled) &&
-         launch(lane, fill_of.rest);
+  return enter_context(lane) && fill_misses(*lane.size().fill, lane.piece_of, stream, lane.filled);
 }
 
 void BatchScheduler::end_fill(Lane& lane, bool launched) {

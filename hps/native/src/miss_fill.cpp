@@ -7,8 +7,8 @@
 namespace hps {
 namespace {
 
-// Misses for which a pool's threads are worth their start: the gather takes one thread 0.2 ms.
-constexpr std::size_t kPooledMisses = 8 * kMissPiece;
+// Misses for which a pool's threads are worth their start: the gather takes one thread some 0.1 ms.
+constexpr std::size_t kPooledMisses = 2 * kMissPiece;
 // Of a batch with more misses than the first number, some of the second one are promoted: a sample
 // is as good, and does not delay the batch.
 constexpr std::size_t kAllPromoted = 2048, kPromoted = 512;
@@ -43,15 +43,17 @@ class PartFinder {
   std::size_t last_ = 0;
 };
 
-void count(const FillChunk& chunk, const MissList& list, const std::vector<std::uint32_t>& group_of,
+void count(FillOutcome::Slice& slice, const std::vector<std::uint32_t>& group_of,
            std::uint32_t features, FillOutcome& outcome) {
-  PartFinder parts(chunk.parts);
-  const std::size_t step = list.n <= kAllPromoted ? 1 : list.n / kPromoted;
-  for (std::size_t i = 0, next = 0; i < list.n; ++i) {
-    const FillPart& part = parts.of(list.positions[i]);
-    const std::uint32_t sample = (part.first + list.positions[i] - part.base) / part.hotness;
+  if (slice.n == 0) return;
+  PartFinder parts(slice.chunk->parts);
+  const std::size_t step = slice.n <= kAllPromoted ? 1 : slice.n / kPromoted;
+  for (std::size_t i = 0, next = 0; i < slice.n; ++i) {
+    const FillPart& part = parts.of(slice.positions[i]);
+    const std::uint32_t key = part.first + slice.positions[i] - part.base;
+    const std::uint32_t sample = part.hotness == 1 ? key : key / part.hotness;
     ++outcome.missed[std::size_t{group_of[sample]} * features + part.feature];
-    const bool found = list.sources[i] != kUnanswered;
+    const bool found = slice.sources[i] != kUnanswered;
     if (!found) {
       outcome.unresolved[sample] = 1;
       ++outcome.left[part.feature];
@@ -60,8 +62,9 @@ void count(const FillChunk& chunk, const MissList& list, const std::vector<std::
     next += step;
     if (!found) continue;
     outcome.features.push_back(part.feature);
-    outcome.keys.push_back(list.keys[i]);
+    outcome.keys.push_back(slice.keys[i]);
   }
+  slice.n = 0;
 }
 
 bool place(FillChunk& chunk, const MissList& list, FillStream& stream) {
@@ -98,6 +101,7 @@ void FillOutcome::begin(std::size_t samples, std::size_t groups, std::size_t n_f
   missed.assign(groups * n_features, 0);
   left.assign(n_features, 0);
   gather_ns = 0;
+  for (Slice& slice : uncounted) slice = {};
   features.clear();
   keys.clear();
 }
@@ -108,15 +112,20 @@ bool fill_misses(MissFill& fill, const std::vector<std::uint32_t>& group_of, Fil
   const std::size_t most = half / (fill.stride + 1);  // rows of a slice
   std::vector<MissPart>& parts = outcome.parts;
   const bool reuses = fill.chunks.size() > 1 || fill.missing() > 2 * most;
-  unsigned slice = 0;
+  const auto count_slice = [&](FillOutcome::Slice& slice) {
+    count(slice, group_of, fill.features, outcome);
+  };
+  unsigned number = 0;
   for (FillChunk& chunk : fill.chunks) {
     parts.clear();
     for (const FillPart& part : chunk.parts) parts.push_back({part.table, nullptr, part.base});
     const std::size_t missing = *chunk.missing;
-    for (std::size_t start = 0; start < missing; start += most, ++slice) {
+    for (std::size_t start = 0; start < missing; start += most, ++number) {
+      const unsigned use = number % 2;
+      count_slice(outcome.uncounted[use]);
       // Two slices before, this half of the memory was used.
-      if (slice >= 2 && !stream.wait(slice % 2)) return false;
-      std::uint8_t* rows = fill.memory + slice % 2 * half;
+      if (number >= 2 && !stream.wait(use)) return false;
+      std::uint8_t* rows = fill.memory + use * half;
       const std::size_t n = std::min(most, missing - start);
       const MissList list{
           parts.data(), parts.size(), chunk.positions + start, chunk.keys + start, n,
@@ -126,10 +135,14 @@ bool fill_misses(MissFill& fill, const std::vector<std::uint32_t>& group_of, Fil
       const std::size_t left = pooled ? gather_misses(list, *fill.pool) : gather_misses(list);
       outcome.gather_ns += now_ns() - began;
       if (left < n && !place(chunk, list, stream)) return false;
-      count(chunk, list, group_of, fill.features, outcome);  // while the device takes the rows
-      if (reuses && !stream.mark(slice % 2)) return false;
+      if (reuses && !stream.mark(use)) return false;
+      outcome.uncounted[use] = {&chunk, list.positions, list.keys, list.sources, n};
     }
   }
+  for (Step& step : fill.rest)
+    if (!stream.run(step)) return false;
+  if (!stream.end()) return false;
+  for (FillOutcome::Slice& slice : outcome.uncounted) count_slice(slice);  // as the device works
   return true;
 }
 

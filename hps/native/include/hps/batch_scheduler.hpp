@@ -157,6 +157,7 @@ class BatchScheduler {
   void copy_in(const Lane& lane, const SizeClass& size, std::uint32_t samples);
   bool launch(Lane& lane, std::vector<Step>& steps);
   bool run_step(Lane& lane, Step& step);
+  bool record_end(Lane& lane);
   bool enter_context(Lane& lane);
   void start_fill(Lane& lane);
   void end_fetch(Lane& lane);

@@ -59,6 +59,14 @@ struct FillOutcome {
   std::vector<std::uint32_t> features;  // of the keys to be promoted
   std::vector<std::int64_t> keys;       // to be promoted: a sample of the misses with rows
   std::vector<MissPart> parts;          // of the chunk that is gathered
+  struct Slice {
+    const FillChunk* chunk;
+    const std::uint32_t* positions;
+    const std::int64_t* keys;
+    const std::uint8_t* sources;
+    std::size_t n;
+  };
+  Slice uncounted[2];  // per half of the memory; n is 0 once it was counted
 
   void begin(std::size_t samples, std::size_t groups, std::size_t n_features);
 };
@@ -71,10 +79,13 @@ class FillStream {
   // Remembers the work so far, which uses half number `half` of the memory, for `wait`.
   virtual bool mark(unsigned half) = 0;
   virtual bool wait(unsigned half) = 0;
+  // Called after the last step.
+  virtual bool end() = 0;
 };
 
-// Gathers and places the rows of all misses once the fetch has ended. `group_of (samples,)`: the
-// group under which a sample's misses are counted. Returns false if a call of `stream` failed.
+// Gathers and places the rows of all misses once the fetch has ended, and starts the rest.
+// `group_of (samples,)`: the group under which a sample's misses are counted. Returns false if a
+// call of `stream` failed.
 bool fill_misses(MissFill& fill, const std::vector<std::uint32_t>& group_of, FillStream& stream,
                  FillOutcome& outcome);
 
