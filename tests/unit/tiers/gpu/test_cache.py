@@ -168,6 +168,30 @@ def test_rows_of_every_shape_round_trip(dim, dtype, keys_on_device):
     check(cache.held(table))
 
 
+@pytest.mark.parametrize("dim", [3, 32])
+@pytest.mark.parametrize("keys", [70_000, 200_001])
+@pytest.mark.parametrize("with_versions", [False, True])
+def test_large_fetches_of_host_keys_are_complete_and_list_their_misses(dim, keys, with_versions):
+    """They run in chunks, and share the list of misses."""
+    table = EmbeddingTable.make("t", dim)
+    cache, rng = GpuCache({table: 40_000}), np.random.default_rng(dim)
+    held = np.arange(0, 20_000, 2)
+    cache.insert(table, held, distinct_rows(table, held), versions_of(held))
+    for _ in range(5):
+        part = part_of(table, rng.integers(0, 20_000, keys))
+        if not with_versions:
+            part.versions = None
+        cache.fetch([part], FetchContext())
+        absent = part.keys % 2 == 1
+        np.testing.assert_array_equal(part.missing, np.flatnonzero(absent))
+        expected = distinct_rows(table, part.keys)
+        expected[absent] = -1
+        np.testing.assert_array_equal(part.out.get(), expected)
+        np.testing.assert_array_equal(part.source.get() == Source.GPU, ~absent)
+        if with_versions:
+            np.testing.assert_array_equal(part.versions.get() == NOW, ~absent)
+
+
 def test_highest_version_of_duplicates_wins_in_large_batch():
     """The highest version of a key counts, on equal versions the last."""
     table = EmbeddingTable.make("t", 8)
