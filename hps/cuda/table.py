@@ -134,14 +134,34 @@ class GpuTable:
         if self.policy.rule is EvictionPolicy.LRU:
             self.age = max(1, self._ticks // AGES_A_TURN)
             self.stamping |= self.age << POLICY_BITS
-        self.clock = 1
-        self.epoch = 0
-        self._began = 0, self.clock
+        self._clock = 1
+        self._epoch = 0
+        self._began = 0, 1
         self._has_epochs = self.policy in (EvictionPolicy.LFU, EvictionPolicy.EPOCH_LRU)
         self.now_cell = np.array([self.now], np.uint32)
 
+    @property
+    def clock(self) -> int:
+        """The ticks so far: it advances as rows are admitted."""
+        return self._clock
+
+    @clock.setter
+    def clock(self, ticks: int) -> None:
+        self._clock = ticks
+        self.publish_now()
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch, which the caller advances unless epochs end by time."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        self._epoch = number
+        self.publish_now()
+
     def publish_now(self) -> None:
-        """Update `now_cell`: after each change of the clock, and periodically if epochs end by time."""
+        """Update `now_cell`: periodically and before fetches, if epochs end by time."""
         self.now_cell[0] = self.now
 
     @property
@@ -154,16 +174,16 @@ class GpuTable:
         """The 32-bit score after a hit: the clock or, above `COUNT_BITS`, the epoch, with the ticks since
         it began if the policy uses them."""
         if not self._has_epochs:
-            return self.clock & SCORE_MASK
+            return self._clock & SCORE_MASK
         if self._epoch_s is not None:
-            self.epoch = int((time.monotonic() - self._since) / self._epoch_s)
+            self._epoch = int((time.monotonic() - self._since) / self._epoch_s)
         ticks = 0
         if self.policy is EvictionPolicy.EPOCH_LRU:
-            if self._began[0] != self.epoch:
-                self._began = self.epoch, self.clock
+            if self._began[0] != self._epoch:
+                self._began = self._epoch, self._clock
             # One `age` is left free before the next epoch, so that its first hits do stamp.
-            ticks = min(self.clock - self._began[1], (1 << COUNT_BITS) - 1 - self.age)
-        return (self.epoch << COUNT_BITS | ticks) & SCORE_MASK
+            ticks = min(self._clock - self._began[1], (1 << COUNT_BITS) - 1 - self.age)
+        return (self._epoch << COUNT_BITS | ticks) & SCORE_MASK
 
     @property
     def first_score(self) -> int:
@@ -188,7 +208,6 @@ class GpuTable:
         self._admitted += admitted
         ticks, self._admitted = divmod(self._admitted, max(1, self.shape.capacity // self._ticks))
         self.clock += ticks
-        self.publish_now()
 
     @property
     def update_batch(self) -> int:
