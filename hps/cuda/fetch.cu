@@ -127,6 +127,14 @@ struct Query {
   bool open;  // still searched
 };
 
+// A key that a warp searches outside its home half, and what this lane has read for it: a slot of
+// `half` and, in the first four of eight lanes, one of `last`.
+struct Rest {
+  u64 key;
+  u32 half, last;
+  Slot one, two;
+};
+
 // A hit counts as a use unless it is a tombstone that the answer does not include.
 template <int FORM>
 __device__ __forceinline__ bool is_use(const FetchPart& p, u32 word) {
@@ -167,43 +175,41 @@ __device__ __forceinline__ void search_homes(const FetchPart& p, Query& q, u32 c
   }
 }
 
-// Searches a part of the open keys' slots: the home bucket's other half (PLACE 1), a half of the
-// second bucket (2, 3) or, with LANES 8, all of that (2). LANES lanes read the part of a key.
-template <int PLACE, int LANES, int FORM, bool STAMP, bool KEEP>
-__device__ __forceinline__ void search_part(const FetchPart& p, Query& q) {
-  constexpr u32 PART = (1u << LANES) - 1;
-  const int lane = threadIdx.x & 31, rank = lane & (LANES - 1);
-  u32 todo = __ballot_sync(WARP, q.open);
-  while (todo) {
-    u32 own = todo;
-    for (int before = lane / LANES; before > 0; before--) own &= own - 1;
-    const int owner = (__ffs(own) - 1) & 31;
-    const u64 key = __shfl_sync(WARP, q.key, owner);
-    u32 half = __shfl_sync(WARP, q.home, owner);
-    if (PLACE == 1)
-      half ^= 1;
-    else
-      half = second_half(mix(key), p.buckets, half) + (PLACE - 2 + rank / HALF);
-    Slot slot = {0, EMPTY, 0};
-    if (own) slot = load_slot<KEEP>(slot_at(p.lines, half, rank & (HALF - 1)));
-    const bool hit = own && holds(slot, key);
-    const int order = __popc(todo & ((1u << lane) - 1));  // the key's among those to do
-    const bool mine = todo >> lane & 1 && order < 32 / LANES;
-    const u32 all = __ballot_sync(WARP, hit), hits = mine ? all >> LANES * order & PART : 0;
-    const u32 word = __shfl_sync(WARP, slot.word, (LANES * order + __ffs(hits) - 1) & 31);
-    if (hits) q.word = word, q.open = false;
-    if (hit) stamp<FORM, STAMP>(p, half, rank & (HALF - 1), slot);
-    todo &= ~__ballot_sync(WARP, mine);
+// Loads the slots outside the home half of the first four keys of `todo`, eight lanes each.
+template <bool KEEP>
+__device__ __forceinline__ Rest load_rest(const FetchPart& p, const Query& q, u32 todo) {
+  const int lane = threadIdx.x & 31, rank = lane & 7;
+  for (int before = lane / 8; before > 0; before--) todo &= todo - 1;
+  const int owner = (__ffs(todo) - 1) & 31;
+  Rest rest = {__shfl_sync(WARP, q.key, owner), 0, 0, {0, EMPTY, 0}, {0, EMPTY, 0}};
+  const u32 home = __shfl_sync(WARP, q.home, owner);
+  const u32 second = second_half(mix(rest.key), p.buckets, home);
+  rest.half = rank < HALF ? home ^ 1 : second;
+  rest.last = second + 1;
+  if (todo) {
+    rest.one = load_slot<KEEP>(slot_at(p.lines, rest.half, rank & (HALF - 1)));
+    if (rank < HALF) rest.two = load_slot<KEEP>(slot_at(p.lines, rest.last, rank));
   }
+  return rest;
 }
 
-// Searches outside the home halves, first where most of those keys are: the first half of the
-// second bucket. Wide rows leave no bandwidth for its other half.
+// Searches the other half and the second bucket of the open keys, four keys at a time.
 template <int FORM, bool STAMP, bool KEEP>
 __device__ __forceinline__ void search_rest(const FetchPart& p, Query& q) {
-  search_part<2, KEEP ? 4 : 8, FORM, STAMP, KEEP>(p, q);
-  search_part<1, 4, FORM, STAMP, KEEP>(p, q);
-  if (KEEP) search_part<3, 4, FORM, STAMP, KEEP>(p, q);
+  const int lane = threadIdx.x & 31;
+  u32 todo;
+  while ((todo = __ballot_sync(WARP, q.open))) {
+    const Rest rest = load_rest<KEEP>(p, q, todo);
+    const bool one = holds(rest.one, rest.key), two = holds(rest.two, rest.key);
+    const int order = __popc(todo & ((1u << lane) - 1));  // the key's among the open ones
+    const u32 all = __ballot_sync(WARP, one || two), hits = order < 4 ? all >> 8 * order & 255 : 0;
+    const u32 word =
+        __shfl_sync(WARP, two ? rest.two.word : rest.one.word, (8 * order + __ffs(hits) - 1) & 31);
+    if (q.open && hits) q.word = word;
+    if (order < 4) q.open = false;
+    if (one) stamp<FORM, STAMP>(p, rest.half, lane & (HALF - 1), rest.one);
+    if (two) stamp<FORM, STAMP>(p, rest.last, lane & (HALF - 1), rest.two);
+  }
 }
 
 // As measured to be fastest: two 16-byte units a thread of rows from 128 bytes on, two rows at
