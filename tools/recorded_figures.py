@@ -39,7 +39,7 @@ def server() -> str:
     rows = []
     for batch in (1, 64, 1024):
         rates = [_rate(values[f"predict_{batch}_{protocol}"]) for protocol in ("rest", "grpc")]
-        rows.append([f"{batch:,}", *rates, f"{values[f'p50_{batch}']:.2f} ms"])
+        rows.append([f"{batch:,}", *rates, _ms(values[f"p50_{batch}"])])
     return _table(("samples a request", "REST, requests/s", "gRPC", "one caller, REST, p50"), rows)
 
 
@@ -103,8 +103,12 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def _rate(value: float) -> str:
-    return f"{float(f'{value:.3g}'):,.0f}"
+def _rate(value: float | None) -> str:
+    return "–" if value is None else f"{float(f'{value:.3g}'):,.0f}"
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f} ms"
 
 
 def _row(rows: Rows, **where: int) -> Mapping[str, Any]:

@@ -36,3 +36,11 @@ def test_floor_shows_planned_and_packed_tables(monkeypatch: pytest.MonkeyPatch) 
     }
     monkeypatch.setattr(recorded_figures, "recording", lambda _: recorded)
     assert recorded_figures.floor().splitlines()[2] == "| 8 | 30.00 | 16.50 | 0.55 | 0.50 | 0.5 |"
+
+
+def test_unmeasured_figures_are_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"predict_{n}_{p}" for n in (1, 64, 1024) for p in ("rest", "grpc")]
+    names += [f"p50_{n}" for n in (1, 64, 1024)]
+    recorded = {"bars": [{"name": name, "value": None} for name in names]}
+    monkeypatch.setattr(recorded_figures, "recording", lambda _: recorded)
+    assert recorded_figures.server().splitlines()[2] == "| 1 | – | – | – |"
