@@ -377,7 +377,6 @@ class MissFill:
         bytes: int,
         stride: int,
         code: int,
-        pool: WorkerPool | None = None,
     ) -> MissFill:
         """``memory``: pinned, of ``bytes``, for rows at ``stride`` and their source codes.
 

@@ -120,8 +120,7 @@ hps::FillChunk make_chunk(const std::vector<PartFields>& parts, Address missing,
 std::shared_ptr<hps::MissFill> make_fill(std::vector<hps::Step> fetch,
                                          std::vector<hps::FillChunk> chunks,
                                          std::vector<hps::Step> rest, Address memory,
-                                         std::size_t bytes, std::size_t stride, std::uint8_t code,
-                                         hps::WorkerPool* pool) {
+                                         std::size_t bytes, std::size_t stride, std::uint8_t code) {
   auto made = std::make_shared<hps::MissFill>();
   if (stride == 0 || stride % 16 != 0 || bytes < 2 * (16 + stride + 1))
     throw std::invalid_argument("the memory must hold two rows, whose stride is a multiple of 16");
@@ -132,7 +131,6 @@ std::shared_ptr<hps::MissFill> make_fill(std::vector<hps::Step> fetch,
   made->bytes = bytes;
   made->stride = stride;
   made->code = code;
-  made->pool = pool;
   for (const hps::FillChunk& chunk : made->chunks)
     for (const hps::FillPart& part : chunk.parts) {
       made->features = std::max(made->features, part.feature + 1);
@@ -384,8 +382,7 @@ void bind_scheduler(nb::module_& m) {
                   nb::arg("arguments"));
   nb::class_<hps::MissFill>(m, "MissFill")
       .def_static("make", &make_fill, nb::arg("fetch"), nb::arg("chunks"), nb::arg("rest"),
-                  nb::arg("memory"), nb::arg("bytes"), nb::arg("stride"), nb::arg("code"),
-                  nb::arg("pool").none() = nb::none());
+                  nb::arg("memory"), nb::arg("bytes"), nb::arg("stride"), nb::arg("code"));
   nb::class_<hps::SizeClass>(m, "SizeClass")
       .def_static("make", &make_size_class, nb::arg("batch"), nb::arg("inputs"), nb::arg("outputs"),
                   nb::arg("missing_keys"), nb::arg("steps"), nb::arg("fill").none() = nb::none());

@@ -92,6 +92,7 @@ class NodeScheduler:
         memory = tier if host.memory is None else TierMeter(self._metrics, host.memory.info.name)
         reporter = FillReporter(columns, host, meter, (tier, memory))
         number = self._host.add_model(columns, batched.submit, reporter)
+        self._host.gather_with(0 if host.pool is None else host.pool.threads)
         try:
             for lookup, device in lookups:
                 self._watch(lookup.cache)

@@ -159,13 +159,15 @@ struct BatchScheduler::Lane {
   void *context, *stream, *reader = nullptr, *done = nullptr;
   void* sent[2] = {};  // of the halves of a MissFill's memory
   State state = State::kIdle;
-  std::atomic<FillEnd> fill_end{FillEnd::kNone};  // set by the thread that fills the batch
+  std::atomic<FillEnd> fill_end{FillEnd::kNone};  // set by the thread that ends the fill
+  bool wakes_threads = false;                     // for the fill
   std::vector<Piece> pieces;
   std::uint32_t used = 0, samples = 0;           // the batch's size class, and its samples
   std::int64_t launched_ns = 0, counted_ns = 0;  // counted: until then, as time on the device
   std::int64_t fetched_ns = 0;                   // when the fetch began; then its duration
   std::vector<std::uint32_t> piece_of;           // per sample
-  FillOutcome filled;
+  // Threads of `fill_batches` may still ask it for work when the lane is gone.
+  const std::shared_ptr<MissFiller> filler = std::make_shared<MissFiller>();
   std::string error;
 
   SizeClass& size() { return classes[used]; }
@@ -230,7 +232,7 @@ BatchScheduler::BatchScheduler(int wake, std::uint32_t spin_us, std::size_t gath
     : wake_(wake),
       spin_us_(spin_us),
       gathered_here_(gathered_here),
-      fills_(std::make_unique<Handoff<Lane*>>()),
+      fills_(std::make_unique<Handoff<FillWork>>()),
       slow_requests_(std::make_unique<Handoff<SlowRequest>>()) {}
 
 BatchScheduler::~BatchScheduler() { close(wake_); }
@@ -347,11 +349,9 @@ ModelCounts BatchScheduler::counts(std::uint32_t model) const {
 void BatchScheduler::fill_batches() {
   ++fill_threads_;
   while (!fills_->closed()) {
-    Lane* lane;
-    if (!fills_->take(lane, 1000)) continue;
-    const bool launched = fill(*lane);
-    lane->fill_end.store(launched ? FillEnd::kLaunched : FillEnd::kFailed,
-                         std::memory_order_release);
+    FillWork work;
+    if (!fills_->take(work, 1000)) continue;
+    while (gather(*work.filler, work.lane)) continue;
     fills_->look();
   }
   --fill_threads_;
@@ -659,27 +659,51 @@ void BatchScheduler::start_fill(Lane& lane) {
   lane.state = Lane::State::kFetching;
 }
 
-// Fills the misses of a fetch that has ended: here, or on a thread of `fill_batches`.
+// Fills the misses of a fetch that has ended: here, or with the threads of `fill_batches`.
 void BatchScheduler::end_fetch(Lane& lane) {
-  const MissFill& fill_of = *lane.size().fill;
+  MissFill& fill = *lane.size().fill;
   Model& model = *models_[lane.model];
-  const std::size_t missing = fill_of.missing();
+  const std::size_t missing = fill.missing();
   model.note_missing(lane.used, missing != 0);
   if (missing != 0) ++model.counters->incomplete;
   lane.fetched_ns = now_ns() - lane.fetched_ns;
   lane.piece_of.clear();
   for (std::uint32_t piece = 0; piece < lane.pieces.size(); ++piece)
     lane.piece_of.insert(lane.piece_of.end(), lane.pieces[piece].count, piece);
-  lane.filled.begin(lane.samples, lane.pieces.size(), fill_of.features);
-  if (missing <= gathered_here_ || fill_threads_ == 0) return end_fill(lane, fill(lane));
+  lane.filler->begin(fill, lane.piece_of, lane.pieces.size());
   lane.state = Lane::State::kFilling;
   lane.fill_end.store(FillEnd::kNone, std::memory_order_relaxed);
-  fills_->put(&lane);
+  const bool here = missing <= gathered_here_ || fill_threads_ == 0;
+  lane.wakes_threads = !here;
+  advance(lane);
+  while (here && lane.fill_end.load(std::memory_order_acquire) == FillEnd::kNone)
+    gather(*lane.filler, &lane);
 }
 
-bool BatchScheduler::fill(Lane& lane) {
+// Gathers a piece for the fill of `lane`, and continues after the last one; false if none is left
+// to take. The lane exists only as long as one is.
+bool BatchScheduler::gather(MissFiller& filler, Lane* lane) {
+  const MissFiller::Piece piece = filler.gather();
+  if (piece == MissFiller::Piece::kLast) advance(*lane);
+  return piece != MissFiller::Piece::kNone;
+}
+
+void BatchScheduler::advance(Lane& lane) {
   LaneStream stream(*this, lane);
-  return enter_context(lane) && fill_misses(*lane.size().fill, lane.piece_of, stream, lane.filled);
+  const FillWork work{lane.filler, &lane};
+  const bool wakes = lane.wakes_threads, entered = enter_context(lane);
+  std::size_t pieces = 0;
+  const auto progress =
+      entered ? lane.filler->advance(stream, pieces) : MissFiller::Progress::kFailed;
+  if (progress == MissFiller::Progress::kGathering) {
+    // From here on, another thread may end the fill.
+    const std::size_t helpers =
+        std::min<std::size_t>(fill_threads_, pieces - (gathered_here_ != 0 ? 1 : 0));
+    for (std::size_t i = 0; wakes && i < helpers; ++i) fills_->put(work);
+    return;
+  }
+  const bool launched = progress == MissFiller::Progress::kLaunched;
+  lane.fill_end.store(launched ? FillEnd::kLaunched : FillEnd::kFailed, std::memory_order_release);
 }
 
 void BatchScheduler::end_fill(Lane& lane, bool launched) {
@@ -728,6 +752,7 @@ bool BatchScheduler::end_batches() {
   for (const auto& lane : lanes_) {
     if (lane == nullptr || lane->state == Lane::State::kIdle) continue;
     if (lane->state == Lane::State::kFilling) {
+      any |= gathered_here_ != 0 && gather(*lane->filler, lane.get());
       const FillEnd end = lane->fill_end.load(std::memory_order_acquire);
       if (end == FillEnd::kNone) continue;
       any = true;
@@ -762,7 +787,6 @@ void BatchScheduler::end_batch(Lane& lane) {
   }
   std::uint64_t missing = 0;
   for (const std::uint32_t* count : lane.size().missing_keys) missing += *count;
-  lane.filled.unresolved.clear();
   if (missing == 0) {
     model.note_missing(lane.used, false);
     for (const Lane::Piece& piece : lane.pieces) piece.request->direct += piece.count;
@@ -770,7 +794,7 @@ void BatchScheduler::end_batch(Lane& lane) {
     return start_fill(lane);
   } else {
     ++model.counters->incomplete;
-    lane.filled.unresolved.assign(lane.samples, 1);
+    for (const Lane::Piece& piece : lane.pieces) piece.request->slow = true;
   }
   deliver(lane);
 }
@@ -779,14 +803,9 @@ void BatchScheduler::end_batch(Lane& lane) {
 void BatchScheduler::deliver(Lane& lane) {
   Model& model = *models_[lane.model];
   copy_out(lane);
-  const std::vector<std::uint8_t>& unresolved = lane.filled.unresolved;
-  std::size_t first = 0;  // the piece's first sample in the batch
   lane.state = Lane::State::kIdle;
   for (const Lane::Piece& piece : lane.pieces) {
     Request* const request = piece.request;
-    for (std::size_t i = first; !unresolved.empty() && i < first + piece.count; ++i)
-      request->slow |= unresolved[i] != 0;
-    first += piece.count;
     if (--request->in_flight != 0 || !request->all_started()) continue;
     if (request->slow && !request->failed()) {
       make_slow(request);
@@ -818,16 +837,19 @@ void BatchScheduler::copy_out(Lane& lane) {
 
 // Adds a filled batch to its model's report, and its misses to their requests.
 void BatchScheduler::report_fill(Lane& lane) {
-  const FillOutcome& filled = lane.filled;
+  const FillOutcome& filled = lane.filler->outcome();
   const std::size_t features = filled.left.size();
   const std::lock_guard<std::mutex> held(reports_lock_);
   FillReport& report = report_of(lane.model);
   report.samples += lane.samples;
   report.missed.resize(std::max(report.missed.size(), features));
   report.found.resize(report.missed.size());
+  std::size_t sample = 0;
   for (std::size_t piece = 0; piece < lane.pieces.size(); ++piece) {
     Request& request = *lane.pieces[piece].request;
     request.filled += lane.pieces[piece].count;
+    for (std::uint32_t i = 0; i < lane.pieces[piece].count; ++i)
+      request.slow |= filled.unresolved[sample++] != 0;
     request.missed.resize(features);
     for (std::size_t f = 0; f < features; ++f) {
       const std::uint32_t missed = filled.missed[piece * features + f];

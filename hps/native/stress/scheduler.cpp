@@ -25,9 +25,9 @@ using Key = std::int64_t;
 using Random = std::mt19937_64;
 
 constexpr std::size_t kChannelBytes = 1 << 20;
-constexpr std::uint32_t kBatches[] = {1, 4, 16, 64};
+constexpr std::uint32_t kBatches[] = {1, 4, 16, 64, 2048};
 constexpr std::uint32_t kStable = 3;  // models that stay; one more comes and goes
-constexpr std::uint32_t kLargest = 200;
+constexpr std::uint32_t kLargest = 3000;
 constexpr std::size_t kKeys = 50'000, kRowBytes = 16;
 constexpr std::uint8_t kHost = 2;  // source code of rows in host memory
 

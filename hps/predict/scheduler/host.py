@@ -28,7 +28,6 @@ _SPIN_US = 20
 _WAIT_MS = 500
 _REPORT_EVERY_S = 0.02
 """Between two reports, requests get the processor."""
-_FILL_THREADS = 8
 
 Report = Callable[[Mapping[str, Any]], None]
 """Takes a report of batches that were completed from host memory; see `FillReporter`."""
@@ -92,7 +91,16 @@ class SchedulerHost:
         number = self._native.add_lane(model, classes, lane.context, lane.stream)
         self._lanes[number] = lane
         self._lanes_of.setdefault(model, []).append(number)
-        self._start_fill_thread()
+
+    def gather_with(self, threads: int) -> None:
+        """Let ``threads`` native threads gather missing rows, besides the scheduler's. Idempotent."""
+        with self._lock:
+            while not self._closed and self._fill_threads < threads:
+                self._fill_threads += 1
+                name = f"hps-scheduler-fill-{self._fill_threads}"
+                thread = threading.Thread(target=self._native.fill_batches, name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
     def remove_model(self, model: int) -> None:
         """Remove a model and its lanes once its batches have ended. Blocks.
@@ -167,17 +175,6 @@ class SchedulerHost:
         os.close(self._wake)
 
     # -- what the lanes leave ----------------------------------------------------------------------
-
-    def _start_fill_thread(self) -> None:
-        """Start a thread that gathers missing rows, natively, for each lane up to a limit."""
-        with self._lock:
-            if self._closed or self._fill_threads >= min(len(self._lanes), _FILL_THREADS):
-                return
-            self._fill_threads += 1
-            name = f"hps-scheduler-fill-{self._fill_threads}"
-            thread = threading.Thread(target=self._native.fill_batches, name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
 
     def _take_reports(self, native: Any) -> None:
         while not self._closed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 from hps.cuda.prepared import FixedRows
 from hps.lookup.gpu.miss_fill import DeviceBags, HostCaches, block_offsets
@@ -108,7 +108,7 @@ class LaneFill:
         fetches, chunks = self._steps
         clears = [self._space.clear_step(self._sources)] if self._fixed else []
         pools = [] if self._pooling is None else self._pooling.steps()
-        pinned, pool = self._memory.pinned, cast("Any", self._host.pool)
+        pinned = self._memory.pinned
         return MissFill.make(
             fetch=[*clears, *before, *fetches],
             chunks=chunks,
@@ -117,7 +117,6 @@ class LaneFill:
             bytes=len(pinned),
             stride=self._memory.stride,
             code=self._host.code,
-            pool=pool,
         )
 
 

@@ -91,7 +91,8 @@ class BatchScheduler {
   // `wake`: the scheduler's eventfd (non-blocking), which is closed with it. `spin_us`: time that
   // the thread looks for requests before it sleeps. `gathered_here`: up to so many misses of a
   // batch are gathered by the scheduler's thread: in some 10 us, as another thread would take to
-  // wake.
+  // wake. Of more it gathers a piece at a time, between its other work; if this is 0, only others
+  // do.
   BatchScheduler(int wake, std::uint32_t spin_us, std::size_t gathered_here = 256);
   ~BatchScheduler();
 
@@ -119,8 +120,8 @@ class BatchScheduler {
   // Does not disturb the scheduler's thread. Zeros for a model that was removed.
   ModelCounts counts(std::uint32_t model) const;
 
-  // Gathers the rows of batches with many misses, in a thread of the caller, until `stop`. Several
-  // threads may do so; with none of them, the scheduler's thread gathers all.
+  // Helps to gather the rows of batches with many misses, in a thread of the caller, until `stop`.
+  // Several threads may do so.
   void fill_batches();
   std::uint32_t filling_threads() const { return fill_threads_; }
   // Waits up to `timeout_ms` for a report of filled batches; false if none came, or after `stop`.
@@ -161,7 +162,8 @@ class BatchScheduler {
   bool enter_context(Lane& lane);
   void start_fill(Lane& lane);
   void end_fetch(Lane& lane);
-  bool fill(Lane& lane);
+  bool gather(MissFiller& filler, Lane* lane);
+  void advance(Lane& lane);
   void end_fill(Lane& lane, bool launched);
   bool end_batches();
   void end_batch(Lane& lane);
@@ -200,7 +202,11 @@ class BatchScheduler {
   std::unordered_map<std::uint64_t, std::unique_ptr<Request>> slow_;
   std::uint64_t next_slow_ = 1;
   std::atomic<std::uint32_t> next_model_{1}, next_channel_{1}, next_lane_{0};
-  std::unique_ptr<Handoff<Lane*>> fills_;
+  struct FillWork {
+    std::shared_ptr<MissFiller> filler;
+    Lane* lane;  // exists as long as the filler has work
+  };
+  std::unique_ptr<Handoff<FillWork>> fills_;
   std::atomic<std::uint32_t> fill_threads_{0};
 
   std::mutex reports_lock_;

@@ -2,13 +2,13 @@
 // lists the other keys; their rows are gathered from tables in host memory, and placed beside them.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "hps/lane_step.hpp"
 #include "hps/miss_gather.hpp"
-#include "hps/worker_pool.hpp"
 
 namespace hps {
 
@@ -43,7 +43,6 @@ struct MissFill {
   std::size_t stride;    // bytes from row to row, a multiple of 16
   std::uint8_t code;     // source code of rows in host memory
   std::uint32_t features;
-  WorkerPool* pool;  // threads for many misses, or null
 
   // Lets the fetch take the keys of `samples` samples.
   void use(std::uint32_t samples);
@@ -58,17 +57,6 @@ struct FillOutcome {
   std::int64_t gather_ns = 0;
   std::vector<std::uint32_t> features;  // of the keys to be promoted
   std::vector<std::int64_t> keys;       // to be promoted: a sample of the misses with rows
-  std::vector<MissPart> parts;          // of the chunk that is gathered
-  struct Slice {
-    const FillChunk* chunk;
-    const std::uint32_t* positions;
-    const std::int64_t* keys;
-    const std::uint8_t* sources;
-    std::size_t n;
-  };
-  Slice uncounted[2];  // per half of the memory; n is 0 once it was counted
-
-  void begin(std::size_t samples, std::size_t groups, std::size_t n_features);
 };
 
 // The stream on which a fill's steps run.
@@ -83,10 +71,49 @@ class FillStream {
   virtual bool end() = 0;
 };
 
-// Gathers and places the rows of all misses once the fetch has ended, and starts the rest.
-// `group_of (samples,)`: the group under which a sample's misses are counted. Returns false if a
-// call of `stream` failed.
-bool fill_misses(MissFill& fill, const std::vector<std::uint32_t>& group_of, FillStream& stream,
-                 FillOutcome& outcome);
+// Gathers and places the rows of a batch's misses, and starts the rest. Several threads gather
+// pieces of it; the thread that gathered the last piece continues.
+class MissFiller {
+ public:
+  enum class Piece { kNone, kSome, kLast };
+  enum class Progress { kGathering, kLaunched, kFailed };
+
+  // Begins a fill whose fetch has ended, of a batch that is not filled yet. `group_of (samples,)`:
+  // the group, of so many, under which a sample's misses are counted. Both must stay as they are.
+  void begin(MissFill& fill, const std::vector<std::uint32_t>& group_of, std::size_t groups);
+
+  // Gathers a piece; kNone if all are taken. The thread that gets kLast must call `advance`.
+  // Thread-safe, also after the fill.
+  Piece gather();
+
+  // Places what was gathered; begins to gather the next rows, in so many `pieces`, or starts the
+  // rest. To be called once after `begin`. With kGathering, others may have continued already.
+  Progress advance(FillStream& stream, std::size_t& pieces);
+
+  const FillOutcome& outcome() const { return outcome_; }
+
+ private:
+  static constexpr std::size_t kPiece = 256;  // misses, some 15 us
+
+  bool place(FillStream& stream);
+  bool begin_slice(FillStream& stream, std::size_t& pieces);
+  void count(std::size_t first, std::size_t last);
+  void choose_promoted();
+
+  MissFill* fill_ = nullptr;
+  const std::vector<std::uint32_t>* group_of_ = nullptr;
+  FillOutcome outcome_;
+  std::vector<MissPart> parts_;
+  std::size_t chunk_ = 0, start_ = 0;  // of the next slice
+  unsigned slices_ = 0;                // begun so far
+  bool reuses_ = false;                // a half of the memory is used by several slices
+  std::int64_t began_ns_ = 0;
+
+  // The slice that is gathered: stays as it is until all of its pieces have ended.
+  const FillChunk* of_ = nullptr;
+  MissList list_{};
+  std::atomic<std::uint64_t> next_{0};  // pieces << 32 | the next one to take
+  std::atomic<std::size_t> ended_{0}, left_{0};
+};
 
 }  // namespace hps
