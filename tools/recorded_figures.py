@@ -43,6 +43,25 @@ def server() -> str:
     return _table(("samples a request", "REST, requests/s", "gRPC", "one caller, REST, p50"), rows)
 
 
+def incomplete() -> str:
+    """Requests a second of a server with rows missing on its GPU, in the cells with the most requests."""
+    tables = recording("gpu_server")["tables"]
+    recorded = tables.get("REST predictions with rows missing on the GPU")
+    if recorded is None:
+        return "Not recorded yet.\n"
+    rows = []
+    for share, skew in dict.fromkeys((row["rows on the GPU"], row["skew"]) for row in recorded):
+        cells = [
+            _row(recorded, skew=skew, batch=batch, callers=callers, **{"rows on the GPU": share})
+            for batch, callers in ((1, 64), (64, 64), (1024, 8))
+        ]
+        keys = "uniform" if not skew else "mostly of a third of the rows"
+        rates = (f"{_rate(row['requests/s'])} ({_ms(row['p99 ms'])})" for row in cells)
+        rows.append([f"{share:.0%}", keys, f"{cells[1]['missing']:.0%}", *rates])
+    columns = (f"{samples} samples (p99)" for samples in ("1", "64", "1,024"))
+    return _table(("rows on the GPU", "keys", "missing there", *columns), rows)
+
+
 def calls() -> str:
     """What calls of a million and of a thousand keys cost, beside their kernel."""
     recorded = recording("gpu_public_path")["tables"]["all rows on the device, median µs of a call"]
@@ -99,7 +118,7 @@ def floor() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table for table in (server, calls, missing, floor)
+    table.__name__: table for table in (server, incomplete, calls, missing, floor)
 }
 
 
@@ -111,7 +130,7 @@ def _ms(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f} ms"
 
 
-def _row(rows: Rows, **where: int) -> Mapping[str, Any]:
+def _row(rows: Rows, **where: float) -> Mapping[str, Any]:
     return next(row for row in rows if all(row[name] == at for name, at in where.items()))
 
 

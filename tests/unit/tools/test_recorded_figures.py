@@ -44,3 +44,26 @@ def test_unmeasured_figures_are_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = {"bars": [{"name": name, "value": None} for name in names]}
     monkeypatch.setattr(recorded_figures, "recording", lambda _: recorded)
     assert recorded_figures.server().splitlines()[2] == "| 1 | – | – | – |"
+
+
+def test_rates_with_missing_rows_are_those_of_each_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {
+            "rows on the GPU": share,
+            "skew": skew,
+            "batch": batch,
+            "callers": callers,
+            "missing": 0.0512,
+            "requests/s": 10_000.0 * share,
+            "p99 ms": 1.234,
+        }
+        for share, skew in ((1.0, 0), (0.3, 3))
+        for batch, callers in ((1, 64), (64, 64), (1024, 8))
+    ]
+    tables = {"REST predictions with rows missing on the GPU": rows}
+    monkeypatch.setattr(recorded_figures, "recording", lambda _: {"tables": tables})
+    lines = recorded_figures.incomplete().splitlines()
+    rate = "3,000 (1.23 ms)"
+    assert lines[3] == f"| 30% | mostly of a third of the rows | 5% | {rate} | {rate} | {rate} |"
+    monkeypatch.setattr(recorded_figures, "recording", lambda _: {"tables": {}})
+    assert recorded_figures.incomplete() == "Not recorded yet.\n"
