@@ -76,6 +76,11 @@ class Node(OpenModels):
         if self.scheduler is not None:
             self.scheduler.complete_on(loop)
 
+    def wait_briefly(self) -> None:
+        """See `OpenModels.wait_briefly`."""
+        if self.scheduler is not None:
+            self.scheduler.wait_briefly()
+
     def lookup_on_device(
         self,
         model: str,
