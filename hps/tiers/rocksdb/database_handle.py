@@ -64,30 +64,35 @@ class DatabaseHandle:
 
     def _open_reader(self, settings: OpenSettings) -> None:
         for attempt in range(_ATTEMPTS):
-            self._prepare(settings)
-            if not self.families:
-                raise rocksdb_error(
-                    f"{settings.path} holds no database, and access: {settings.access} does not create "
-                    "one; load it once with access: primary",
-                )
-            # A reader must tolerate a partial last record: the primary may be writing it.
-            self.options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
             known = read_acknowledged(settings.path)
             try:
-                if settings.access == "secondary":
-                    # A secondary skips damaged and missing files, as if their rows had never been written;
-                    # opening read-only checks that all can be opened.
-                    with open_read_only(settings, self.options, self.families):
-                        pass
-                self._folder = temporary_folder(settings)
-                self.db = open_database(settings, self.options, self.families, self._folder)
+                # Reads the MANIFEST, which the primary may replace, too.
+                self._prepare(settings)
+                if self.families:
+                    self._open_prepared_reader(settings)
             except TierError:
                 self.clean()
                 if attempt == _ATTEMPTS - 1:
                     raise
             else:
-                self._find_loss(settings, known)
-                return
+                break
+        if not self.families:
+            raise rocksdb_error(
+                f"{settings.path} holds no database, and access: {settings.access} does not create "
+                "one; load it once with access: primary",
+            )
+        self._find_loss(settings, known)
+
+    def _open_prepared_reader(self, settings: OpenSettings) -> None:
+        # A reader must tolerate a partial last record: the primary may be writing it.
+        self.options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
+        if settings.access == "secondary":
+            # A secondary skips damaged and missing files, as if their rows had never been written; opening
+            # read-only checks that all can be opened.
+            with open_read_only(settings, self.options, self.families):
+                pass
+        self._folder = temporary_folder(settings)
+        self.db = open_database(settings, self.options, self.families, self._folder)
 
     def _find_loss(self, settings: OpenSettings, known: AcknowledgedRecord | None) -> None:
         """Compare what a reader found with the record of acknowledged writes.

@@ -12,7 +12,8 @@ from rocksdict import Options, Rdict
 
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.rocksdb import LoadRecord, RocksDbTier, RocksDbTuning
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, RocksDbTuning, database_handle
+from hps.tiers.rocksdb.database_options import existing_families
 from hps.types import EmbeddingTable, version_now
 
 DIM = 4
@@ -160,6 +161,21 @@ class TestReadOnly:
         put(primary, table(), [1, 3], 2.0)
         load(primary, table(), list(range(3000)), 5.0)
         reader.catch_up()
+        assert fetch(reader, table(), [1, 3]) == [1.0, -1.0]
+        reader.close()
+
+    @pytest.mark.parametrize("access", ["read_only", "secondary"])
+    def test_reader_opens_after_its_list_of_tables_was_replaced(self, primary, access, monkeypatch):
+        """As when the primary replaces the MANIFEST that the reader is about to read."""
+        failures = [TierError("rocksdb", "MANIFEST-000005: No such file or directory")]
+
+        def families(path):
+            if failures:
+                raise failures.pop()
+            return existing_families(path)
+
+        monkeypatch.setattr(database_handle, "existing_families", families)
+        reader = RocksDbTier(primary.path, access=access, tuning=AT_ONCE)
         assert fetch(reader, table(), [1, 3]) == [1.0, -1.0]
         reader.close()
 
