@@ -102,8 +102,10 @@ class NodeScheduler:
         except BaseException:
             self._host.remove_model(number)  # gives the memory of its lanes back
             raise
+        largest = BATCHES[-1]
+        meters = meter, tier
         pipeline.schedule(
-            ScheduledModel(self._client, number, columns, (meter, tier), remote=False)
+            ScheduledModel(self._client, number, columns, meters, remote=False, largest=largest)
         )
         key = f"{model.version.name}/{model.version.version}"
         self._models[key] = {"number": number, "network": describe_network(network)}

@@ -38,7 +38,8 @@ class ScheduledModel:
     """A model's predictions. Thread-safe.
 
     ``number`` is the model's at the scheduler. With ``remote`` the scheduler is in another process, and
-    every request goes there; else only those that have columns do."""
+    every request goes there. Else only those go that have columns and at most ``largest`` samples (None: any
+    number): this process runs a larger one as a whole, the scheduler in pieces."""
 
     def __init__(
         self,
@@ -48,12 +49,14 @@ class ScheduledModel:
         meters: tuple[LookupMeter, TierMeter],
         *,
         remote: bool,
+        largest: int | None = None,
     ) -> None:
         self._client = client
         self._number = number
         self._columns = columns
         self._lookups, self._tier = meters
         self._remote = remote
+        self._largest = largest
         self._counted: dict[int, tuple[Callable[[float], None], Callable[[float], None]]] = {}
 
     def start(
@@ -67,6 +70,8 @@ class ScheduledModel:
         """Start a checked request for the outputs ``names``; None if this process must run it otherwise.
 
         Never blocks. Raises ``Unavailable``."""
+        if self._largest is not None and batch > self._largest:
+            return None
         plain = not (request.want_source and self._remote)
         columns = self._columns.encode(request, inputs, batch) if plain else None
         if request.want_source or columns is None:
@@ -96,7 +101,8 @@ class ScheduledModel:
         batch = len(next(iter(inputs.values()))) if inputs else 0
         batch = max([batch, *(jagged.batch for jagged in request.features.values())])
         layout = None
-        if not request.want_source:
+        whole = self._largest is not None and batch > self._largest
+        if not request.want_source and not whole:
             layout = self._columns.message_layout(request, inputs, batch, places)
         if layout is None:
             return None

@@ -86,6 +86,15 @@ def test_concurrent_requests_of_all_sizes_get_their_own_scores(attached):
         same(answer, right)
 
 
+def test_node_runs_a_prediction_larger_than_a_batch_as_a_whole(attached):
+    node, process, plain, _ = attached
+    asked = request_of(np.arange(200), 3000)
+    for side, batches in ((node, 0), (process, 2)):
+        before = counted(node, m.SCHEDULER_BATCHES, "m", "1")
+        same(side.predict("m", *asked), plain.predict("m", *asked))
+        assert counted(node, m.SCHEDULER_BATCHES, "m", "1") - before == batches
+
+
 @pytest.mark.parametrize("keys", [np.arange(HELD - 100, HELD), np.arange(HELD + 100)])
 def test_attached_predictions_with_missing_rows_equal_host_predictions(attached, keys):
     """Some rows are in host memory only, some nowhere."""
