@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -109,8 +109,6 @@ class FetchWorkspace:
         plan = self._plans.get((form, many, *tables)) or self._plan(form, total, tables)
         if plan.native is None or windows_of(plan.host_bytes, total) > 1:
             missed = self._run(readers, stream, requests, plan, total)
-        elif needed and total >= launch.COPIED_IN_CHUNKS and _is_whole(requests):
-            missed = self._run_copied(readers, stream, requests[0], plan)
         else:
             missed = self._run_native(readers, stream, requests, plan, total)
         return np.sort(self.misses.read(missed, stream)) if missed else _NO_MISSES
@@ -124,7 +122,11 @@ class FetchWorkspace:
         total: int,
     ) -> int:
         """Launch the fetch of ``total`` keys, and wait for it; return the number of its misses."""
-        put, addresses, parts = self.staging.put, plan.row_bytes, []
+        addresses, parts = plan.row_bytes, []
+        copied = total >= launch.COPIED_IN_CHUNKS and all(
+            type(keys) is np.ndarray and positions is None for _, keys, positions, *_ in requests
+        )
+        put: Callable[[Any], int] = self._reserve if copied else self.staging.put
         for _, keys, positions, rows, versions, source, oldest, n in requests:
             out = rows.data.ptr
             addresses |= out
@@ -142,42 +144,19 @@ class FetchWorkspace:
         for table in plan.timed:
             table.publish_now()
         native = plan.native
-        native.run_parts(
-            plan.function(addresses),
-            plan.keys_a_block,
-            parts,
-            self.misses.reserve(total),
-            stream.ptr,
-            readers.end_of(stream).ptr,
-            total >= launch.COUNTED_BEHIND,
-        )
+        what = plan.function(addresses), plan.keys_a_block, parts, self.misses.reserve(total)
+        at = stream.ptr, readers.end_of(stream).ptr
+        if copied:
+            arrays, size = [request[1] for request in requests], launch.chunk_keys(total)
+            native.run_parts_copied(*what, arrays, size, *at, self._threads)
+        else:
+            native.run_parts(*what, *at, total >= launch.COUNTED_BEHIND)
         missed: int = native.wait()
         return missed
 
-    def _run_copied(
-        self, readers: ReaderEvents, stream: Any, request: FetchArguments, plan: _Plan
-    ) -> int:
-        """Like `_run_native` for one part with keys on the host, fetched in chunks as they are copied."""
-        _, keys, _, rows, versions, source, oldest, n = request
-        out, (_, keys_at) = rows.data.ptr, self.staging.allocate(n, keys.dtype)
-        versions_at = 0 if versions is None else versions.data.ptr
-        source_at = 0 if source is None else source.data.ptr
-        for table in plan.timed:
-            table.publish_now()
-        native = plan.native
-        native.run_copied(
-            plan.function(plan.row_bytes | out),
-            plan.keys_a_block,
-            (keys_at, 0, out, versions_at, source_at, oldest, n),
-            keys,
-            launch.chunk_keys(n),
-            self.misses.reserve(n),
-            stream.ptr,
-            readers.end_of(stream).ptr,
-            self._threads,
-        )
-        missed: int = native.wait()
-        return missed
+    def _reserve(self, array: Any) -> int:
+        """Return the address of staging memory for ``array``, to which it is copied later; 0 for None."""
+        return 0 if array is None else self.staging.allocate(array.size, array.dtype)[1]
 
     def _run(
         self,
@@ -222,11 +201,6 @@ class FetchWorkspace:
         """Make the launch plan for ``keys`` of ``tables``; kept, since a model's requests repeat."""
         key = form, keys >= MANY_KEYS, *tables
         return memoize(self._plans, key, _Plan(self, form, keys, tables), _PLANS_KEPT)
-
-
-def _is_whole(requests: Sequence[FetchArguments]) -> bool:
-    """Return whether the request is one of all keys of an array on the host."""
-    return len(requests) == 1 and type(requests[0][1]) is np.ndarray and requests[0][2] is None
 
 
 class _Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial, reduce
 from operator import or_
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from hps.cuda.launch import (
     FETCH_ARGS,
     PLACE_ARGS,
     blocks_of,
+    chunk_keys,
     tile_of,
     unit_of,
     units_of,
@@ -117,7 +118,7 @@ class FetchChunk:
         n, widths = sum(sizes), [table.table.row_bytes for table in held]
         tile, unit = tile_of(max(widths), n), unit_of(reduce(or_, widths))
         self._device_parts = []
-        self._blocks = 0
+        self._blocks, self._keys_a_block = 0, BLOCK // tile
         for part, ((index, start, _), table, size) in enumerate(
             zip(self._pieces, held, sizes, strict=True)
         ):
@@ -148,7 +149,7 @@ class FetchChunk:
         self._later = cupy().empty(n, np.uint32) if self._windows > 1 else None
         self._addresses = [0] * len(self._device_parts)
         self.timed = [table for table in held if table.is_timed]
-        self.native = self._native_launch() if self._windows == 1 else None
+        self.native: Any = self._native_launch() if self._windows == 1 else None
 
     def _native_launch(self) -> Any:
         """Return the launches by the compiled core; None if it is missing."""
@@ -163,6 +164,7 @@ class FetchChunk:
         native.prepare_block(
             self._kernels.one().address,
             self._blocks,
+            self._keys_a_block,
             self._is_counted_behind,
             self._offsets.tolist(),
             [part for part, _, _ in self._device_parts],
@@ -202,6 +204,16 @@ class FetchChunk:
             return
         mine = [arrays[index][start:stop] for index, start, stop in self._pieces]
         copy_keys(mine, fetch.flat[self.first : self.last], pool)
+
+    def launch_copied(
+        self, stream: Any, block: int, arrays: Sequence[KeyArray], pool: WorkerPool | None
+    ) -> None:
+        """Launch in pieces while ``pool`` copies the keys of all tables, in ``arrays`` on the host."""
+        self.refresh(None)
+        end, threads = self._fetch.readers.end_of(stream).ptr, cast(Any, pool)
+        mine = [arrays[index][start:stop] for index, start, stop in self._pieces]
+        size = chunk_keys(self.last - self.first)
+        self.native.run_block_copied(block, mine, size, stream.ptr, end, threads)
 
     def launch(self, stream: Any, block: int, used: NDArray[np.int64] | None) -> None:
         self.refresh(used)

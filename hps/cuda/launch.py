@@ -189,7 +189,7 @@ def write_name(unit: int, *, update: bool, scored: bool) -> str:
 
 def chunk_keys(keys: int) -> int:
     """Return the size of the chunks in which ``keys`` of the host are copied; see README.md."""
-    return min(max(keys // 8, 1 << 15), 1 << 17)
+    return min(max(keys // 4, 1 << 16), 1 << 18)
 
 
 def windows_of(host_bytes: int, keys: int) -> int:

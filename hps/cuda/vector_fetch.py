@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda.fetch_chunk import FetchChunk, FetchedKeys, Piece
-from hps.cuda.launch import COPIED_IN_CHUNKS, PARTS, chunk_keys
+from hps.cuda.launch import COPIED_IN_CHUNKS, PARTS
 from hps.cuda.loader import cupy
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.table import GpuTable
-from hps.native import COMPILED, WorkerPool
-
-if COMPILED:
-    from hps.native.launching import run_chunks
+from hps.native import WorkerPool
 
 
 class VectorFetch(FetchedKeys):
@@ -28,7 +25,7 @@ class VectorFetch(FetchedKeys):
     ``(total,) uint8`` on the device for the source code of each row that the cache has, or 0.
 
     The caller fills ``keys``, ``(n,) int64`` of pinned memory per table, or passes arrays to `launch`. The
-    tables must not be freed. Large fetches run in several ``chunks``, one after the other.
+    tables must not be freed. Fetches of many tables run in several ``chunks``, one after the other.
     """
 
     def __init__(
@@ -41,14 +38,12 @@ class VectorFetch(FetchedKeys):
     ) -> None:
         super().__init__(requests, offsets, on_device, sources)
         self.readers = readers
-        most = self.total if all(on_device) else chunk_keys(self.total)
-        self.chunks = [FetchChunk(self, pieces) for pieces in _split(requests, most)]
-        self._launches: list[Any] = [chunk.native for chunk in self.chunks]
-        self._sizes = [chunk.last - chunk.first for chunk in self.chunks]
+        self.chunks = [FetchChunk(self, pieces) for pieces in _split(requests)]
+        launches: list[Any] = [chunk.native for chunk in self.chunks]
         single = len(self.chunks) == 1 and all(on_device) and not self.chunks[0].timed
-        self._quick = self._launches[0] if single else None
+        self._quick = launches[0] if single else None
         self._is_copied = (
-            self.total >= COPIED_IN_CHUNKS and not self.lists_keys and None not in self._launches
+            self.total >= COPIED_IN_CHUNKS and not self.lists_keys and None not in launches
         )
         cupy().cuda.get_current_stream().synchronize()
 
@@ -72,14 +67,11 @@ class VectorFetch(FetchedKeys):
             at = stream.ptr, self.readers.end_of(stream).ptr
             self._quick.run_block(block, [array.data.ptr for array in arrays], *at)
             return
-        if self._is_copied and arrays is not None and used is None:
-            for chunk in self.chunks:
-                chunk.refresh(None)
-            end, threads = self.readers.end_of(stream).ptr, cast(Any, pool)
-            keys = self._sizes, list(arrays), self.flat
-            run_chunks(self._launches, *keys, block, stream.ptr, end, threads)
-            return
+        is_copied = self._is_copied and arrays is not None and used is None
         for chunk in self.chunks:
+            if arrays is not None and is_copied:
+                chunk.launch_copied(stream, block, arrays, pool)
+                continue
             if arrays is not None:
                 chunk.take_keys(arrays, pool)
             chunk.launch(stream, block, used)
@@ -96,17 +88,7 @@ class VectorFetch(FetchedKeys):
         return [step for steps, _ in parts for step in steps], [chunk for _, chunk in parts]
 
 
-def _split(requests: Sequence[tuple[GpuTable, int]], most: int) -> list[list[Piece]]:
-    """Divide the keys into chunks of at most ``most`` keys and `PARTS` tables."""
-    chunks: list[list[Piece]] = [[]]
-    left = most
-    for index, (_, n) in enumerate(requests):
-        start = 0
-        while start < n:
-            if not left or len(chunks[-1]) == PARTS:
-                chunks.append([])
-                left = most
-            taken = min(n - start, left)
-            chunks[-1].append((index, start, start + taken))
-            start, left = start + taken, left - taken
-    return chunks
+def _split(requests: Sequence[tuple[GpuTable, int]]) -> list[list[Piece]]:
+    """Divide the keys into chunks of at most `PARTS` tables."""
+    pieces = [(index, 0, n) for index, (_, n) in enumerate(requests) if n]
+    return [pieces[start : start + PARTS] for start in range(0, len(pieces), PARTS)] or [[]]

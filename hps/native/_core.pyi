@@ -165,7 +165,13 @@ class FetchLaunch:
         count_kernel, whose ``result`` both use; ``now``: cells of the parts' field of that name."""
 
     def prepare_block(
-        self, function: int, blocks: int, behind: bool, offsets: list[int], keyed: list[int]
+        self,
+        function: int,
+        blocks: int,
+        keys_a_block: int,
+        behind: bool,
+        offsets: list[int],
+        keyed: list[int],
     ) -> None:
         """Prepare `run_block`: ``offsets`` of rows in the block, by part; ``keyed``: parts with new keys."""
 
@@ -189,40 +195,37 @@ class FetchLaunch:
     def wait(self) -> int:
         """Wait for the last launch, without the GIL, and return its number of misses."""
 
-    def run_copied(
+    def run_parts_copied(
         self,
         function: int,
         keys_a_block: int,
-        part: FetchPartNumbers,
-        keys: NDArray[np.int64],
-        chunk_keys: int,
+        parts: list[FetchPartNumbers],
         misses: int,
+        arrays: list[NDArray[np.int64]],
+        chunk_keys: int,
         stream: int,
         end: int,
         pool: WorkerPool | None = None,
     ) -> None:
-        """Like `run_parts` for one part without positions, in chunks, as ``pool`` copies ``keys (n,)`` to the
-        part's address. Without the GIL. Raises ValueError for other parts."""
+        """Like `run_parts`, in chunks, as ``pool`` copies ``arrays``, the parts' keys ``(n,)``, to their
+        addresses. Without the GIL. Raises ValueError for other arrays, or parts with positions."""
+
+    def run_block_copied(
+        self,
+        block: int,
+        arrays: list[NDArray[np.int64]],
+        chunk_keys: int,
+        stream: int,
+        end: int,
+        pool: WorkerPool | None = None,
+    ) -> None:
+        """Like `run_block`, in chunks as `run_parts_copied`."""
 
 class PlaceLaunch:
     """Launches of place_kernel with prepared arguments; addresses are integers."""
 
     @staticmethod
     def make(function: int, rows_a_block: int, arguments: int) -> PlaceLaunch: ...
-
-def run_chunks(
-    launches: list[FetchLaunch],
-    sizes: list[int],
-    arrays: list[NDArray[np.int64]],
-    copied: NDArray[np.int64],
-    block: int,
-    stream: int,
-    end: int,
-    pool: WorkerPool | None = None,
-) -> None:
-    """Run the block of each of ``launches`` once its keys, ``sizes`` of those in ``arrays``, are copied.
-
-    Without the GIL. Raises ValueError for arrays that do not fit."""
 
 def hold_back(stream: int, events: list[int]) -> None:
     """Let ``stream`` wait for the ``events`` of fetches, between launches of other threads."""

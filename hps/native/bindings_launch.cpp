@@ -33,7 +33,7 @@ struct PyLaunch {
   hps::FetchLaunch launch;
   // Of `run_block`:
   void* function = nullptr;
-  std::uint32_t blocks = 0;
+  std::uint32_t blocks = 0, keys_a_block = 1;
   Report report = Report::kByFetch;
   std::vector<Address> offsets;      // of each part's rows in the block
   std::vector<std::uint32_t> keyed;  // parts whose keys change
@@ -50,23 +50,22 @@ PyLaunch make_launch(Address arguments, Address count, Address count_arguments,
   return made;
 }
 
-void py_prepare_block(PyLaunch& self, Address function, std::uint32_t blocks, bool behind,
-                      const std::vector<Address>& offsets,
+void py_prepare_block(PyLaunch& self, Address function, std::uint32_t blocks,
+                      std::uint32_t keys_a_block, bool behind, const std::vector<Address>& offsets,
                       const std::vector<std::uint32_t>& keyed) {
   const std::size_t parts = self.launch.now.size();
   if (offsets.size() != parts) throw std::invalid_argument("offsets must have one per part");
   for (const std::uint32_t part : keyed)
     if (part >= parts) throw std::invalid_argument("keyed must have numbers of parts");
-  self.function = pointer<void>(function), self.blocks = blocks,
+  self.function = pointer<void>(function), self.blocks = blocks;
+  self.keys_a_block = keys_a_block;
   self.report = behind ? Report::kBehind : Report::kByFetch;
   self.offsets = offsets, self.keyed = keyed;
 }
 
-void launch_block(PyLaunch& self, Address block, Address stream, Address end) {
+void set_block(PyLaunch& self, Address block) {
   hps::FetchPart* parts = self.launch.arguments->part;
   for (std::size_t i = 0; i < self.offsets.size(); ++i) parts[i].out = block + self.offsets[i];
-  self.launch.launch(self.function, self.blocks, pointer<void>(stream), pointer<void>(end),
-                     self.report);
 }
 
 void py_run_block(PyLaunch& self, Address block, const nb::list& keys, Address stream,
@@ -75,7 +74,9 @@ void py_run_block(PyLaunch& self, Address block, const nb::list& keys, Address s
     throw std::invalid_argument("keys must have an address per table");
   for (std::size_t i = 0; i < self.keyed.size(); ++i)
     self.launch.arguments->part[self.keyed[i]].keys = number<Address>(keys, i);
-  launch_block(self, block, stream, end);
+  set_block(self, block);
+  self.launch.launch(self.function, self.blocks, pointer<void>(stream), pointer<void>(end),
+                     self.report);
 }
 
 hps::FetchLaunch::Part part_of(const nb::handle& fields) {
@@ -86,85 +87,74 @@ hps::FetchLaunch::Part part_of(const nb::handle& fields) {
           number<std::uint32_t>(fields, 6)};
 }
 
-void py_run_parts(PyLaunch& self, Address function, std::uint32_t keys_a_block,
-                  const nb::list& parts, Address misses, Address stream, Address end, bool behind) {
+// Sets the parts, and returns the blocks to launch.
+std::uint32_t set_parts(PyLaunch& self, std::uint32_t keys_a_block, const nb::list& parts,
+                        Address misses) {
   const std::size_t n = nb::len(parts);
   if (n != self.launch.now.size()) throw std::invalid_argument("parts must have one per table");
   std::array<hps::FetchLaunch::Part, hps::FetchArgs::kParts> values;
   for (std::size_t i = 0; i < n; ++i)
     values[i] = part_of(nb::handle(PyList_GetItem(parts.ptr(), static_cast<Py_ssize_t>(i))));
   self.launch.arguments->misses = misses;
-  const std::uint32_t blocks = self.launch.set(values.data(), n, keys_a_block);
+  return self.launch.set(values.data(), n, keys_a_block);
+}
+
+void py_run_parts(PyLaunch& self, Address function, std::uint32_t keys_a_block,
+                  const nb::list& parts, Address misses, Address stream, Address end, bool behind) {
+  const std::uint32_t blocks = set_parts(self, keys_a_block, parts, misses);
   self.launch.launch(pointer<void>(function), blocks, pointer<void>(stream), pointer<void>(end),
                      behind ? Report::kBehind : Report::kByFetch);
 }
 
-// Launches a part's fetch in chunks, as its keys reach `copied`, memory for kernels.
-void py_run_copied(PyLaunch& self, Address function, std::uint32_t keys_a_block,
-                   const nb::tuple& part, nb::handle keys, std::uint32_t chunk_keys, Address misses,
-                   Address stream, Address end, hps::WorkerPool* pool) {
-  hps::FetchLaunch::Part whole = part_of(part);
-  const Buffer from(keys.ptr(), false);
-  if (self.launch.now.size() != 1 || whole.positions != 0 || chunk_keys == 0)
-    throw std::invalid_argument("the launch must be of one table, without positions");
-  if (!from.has(1, CacheTable::kInt64) || from.size(0) != whole.n)
-    throw std::invalid_argument("keys must be int64 (n,)");
-  const std::uint32_t n = whole.n;
+// Copies `arrays`, the keys of each part, to the parts' addresses, and launches each chunk of keys
+// as soon as it is there.
+void launch_copied(PyLaunch& self, void* function, std::uint32_t keys_a_block,
+                   const nb::list& arrays, std::size_t chunk_keys, Address stream, Address end,
+                   hps::WorkerPool* pool) {
+  const std::size_t parts = self.launch.now.size();
+  if (nb::len(arrays) != parts || chunk_keys == 0)
+    throw std::invalid_argument("arrays must have one per table, and chunks keys");
+  const std::unique_ptr<std::optional<Buffer>[]> held(new std::optional<Buffer>[parts]);
   hps::ChunkedCopy copies;
-  for (std::uint32_t start = 0; start < n; start += chunk_keys) {
-    const std::size_t bytes = 8 * static_cast<std::size_t>(std::min(chunk_keys, n - start));
-    const std::size_t at = 8 * static_cast<std::size_t>(start);
-    copies.add(from.bytes() + at, pointer<std::uint8_t>(whole.keys) + at, bytes);
-    copies.end_chunk();
+  std::size_t total = 0, left = chunk_keys;  // of the current chunk
+  for (std::size_t i = 0; i < parts; ++i) {
+    const hps::FetchPart& part = self.launch.arguments->part[i];
+    const Buffer& keys =
+        held[i].emplace(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i)), false);
+    if (!keys.has(1, CacheTable::kInt64) || keys.size(0) != part.n)
+      throw std::invalid_argument("keys must be int64 (n,)");
+    if (part.positions != 0 || part.base != total)
+      throw std::invalid_argument("the parts must be of all keys");
+    for (std::size_t start = 0; start < part.n;) {
+      const std::size_t n = std::min(left, part.n - start);
+      copies.add(keys.bytes() + 8 * start, pointer<std::uint8_t>(part.keys) + 8 * start, 8 * n);
+      start += n, left -= n;
+      if (left == 0) copies.end_chunk(), left = chunk_keys;
+    }
+    total += part.n;
   }
-  self.launch.arguments->misses = misses;
-  const std::uint64_t row_bytes = self.launch.arguments->part[0].row_bytes;
-  const auto ready = [&](std::size_t chunk) {
-    const std::uint64_t start = chunk * std::uint64_t{chunk_keys};
-    hps::FetchLaunch::Part own = whole;
-    own.keys += 8 * start, own.out += row_bytes * start;
-    if (own.versions != 0) own.versions += 8 * start;
-    if (own.source != 0) own.source += start;
-    own.n = static_cast<std::uint32_t>(std::min<std::uint64_t>(chunk_keys, n - start));
-    const std::uint32_t blocks = self.launch.set(&own, 1, keys_a_block);
-    self.launch.arguments->part[0].base = static_cast<std::uint32_t>(start);
-    self.launch.launch(pointer<void>(function), blocks, pointer<void>(stream), pointer<void>(end),
-                       start + own.n == n ? Report::kBehind : Report::kNone);
-  };
+  if (left != chunk_keys) copies.end_chunk();
   const WithoutGil released;
-  copies.run(pool, ready);
+  copies.run(pool, [&](std::size_t chunk) {
+    const std::size_t first = chunk * chunk_keys, last = std::min(total, first + chunk_keys);
+    self.launch.launch_keys(function, keys_a_block, first, last, pointer<void>(stream),
+                            pointer<void>(end), last == total ? Report::kBehind : Report::kNone);
+  });
 }
 
-// Launches into one block, each as soon as its keys, `sizes` of them, are in `copied`.
-void py_run_chunks(const nb::list& launches, const std::vector<std::size_t>& sizes,
-                   const nb::list& arrays, const Array<std::int64_t>& copied, Address block,
-                   Address stream, Address end, hps::WorkerPool* pool) {
-  std::vector<PyLaunch*> chunks;
-  for (const nb::handle each : launches) chunks.push_back(nb::cast<PyLaunch*>(each));
-  if (chunks.size() != sizes.size()) throw std::invalid_argument("sizes must have one per launch");
-  const std::size_t count = nb::len(arrays);
-  const std::unique_ptr<std::optional<Buffer>[]> held(new std::optional<Buffer>[count]);
-  std::size_t array = 0, used = 0, total = 0;  // of the current array's keys; of all
-  hps::ChunkedCopy copies;
-  for (std::size_t left : sizes) {
-    while (left != 0) {
-      if (array == count) throw std::invalid_argument("arrays must have the launches' keys");
-      if (!held[array]) {
-        const Buffer& keys = held[array].emplace(
-            PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(array)), false);
-        if (!keys.has(1, CacheTable::kInt64))
-          throw std::invalid_argument("keys must be int64 (n,)");
-      }
-      const std::size_t n = std::min(left, held[array]->size(0) - used);
-      if (total + n > copied.shape(0)) throw std::invalid_argument("copied must hold all keys");
-      copies.add(held[array]->bytes() + 8 * used, copied.data() + total, 8 * n);
-      left -= n, used += n, total += n;
-      if (used == held[array]->size(0)) ++array, used = 0;
-    }
-    copies.end_chunk();
-  }
-  const WithoutGil released;
-  copies.run(pool, [&](std::size_t chunk) { launch_block(*chunks[chunk], block, stream, end); });
+void py_run_parts_copied(PyLaunch& self, Address function, std::uint32_t keys_a_block,
+                         const nb::list& parts, Address misses, const nb::list& arrays,
+                         std::size_t chunk_keys, Address stream, Address end,
+                         hps::WorkerPool* pool) {
+  set_parts(self, keys_a_block, parts, misses);
+  launch_copied(self, pointer<void>(function), keys_a_block, arrays, chunk_keys, stream, end, pool);
+}
+
+void py_run_block_copied(PyLaunch& self, Address block, const nb::list& arrays,
+                         std::size_t chunk_keys, Address stream, Address end,
+                         hps::WorkerPool* pool) {
+  set_block(self, block);
+  launch_copied(self, self.function, self.keys_a_block, arrays, chunk_keys, stream, end, pool);
 }
 
 std::uint32_t py_wait(const PyLaunch& self) {
@@ -187,19 +177,19 @@ void bind_launch(nb::module_& m) {
       .def_static("make", &make_launch, nb::arg("arguments"), nb::arg("count"),
                   nb::arg("count_arguments"), nb::arg("now"))
       .def("prepare_block", &py_prepare_block, nb::arg("function"), nb::arg("blocks"),
-           nb::arg("behind"), nb::arg("offsets"), nb::arg("keyed"))
+           nb::arg("keys_a_block"), nb::arg("behind"), nb::arg("offsets"), nb::arg("keyed"))
       .def("run_block", &py_run_block, nb::arg("block"), nb::arg("keys"), nb::arg("stream"),
            nb::arg("end"))
       .def("run_parts", &py_run_parts, nb::arg("function"), nb::arg("keys_a_block"),
            nb::arg("parts"), nb::arg("misses"), nb::arg("stream"), nb::arg("end"),
            nb::arg("behind"))
-      .def("run_copied", &py_run_copied, nb::arg("function"), nb::arg("keys_a_block"),
-           nb::arg("part"), nb::arg("keys"), nb::arg("chunk_keys"), nb::arg("misses"),
+      .def("run_parts_copied", &py_run_parts_copied, nb::arg("function"), nb::arg("keys_a_block"),
+           nb::arg("parts"), nb::arg("misses"), nb::arg("arrays"), nb::arg("chunk_keys"),
            nb::arg("stream"), nb::arg("end"), nb::arg("pool").none() = nb::none())
+      .def("run_block_copied", &py_run_block_copied, nb::arg("block"), nb::arg("arrays"),
+           nb::arg("chunk_keys"), nb::arg("stream"), nb::arg("end"),
+           nb::arg("pool").none() = nb::none())
       .def("wait", &py_wait);
-  m.def("run_chunks", &py_run_chunks, nb::arg("launches"), nb::arg("sizes"), nb::arg("arrays"),
-        nb::arg("copied").noconvert(), nb::arg("block"), nb::arg("stream"), nb::arg("end"),
-        nb::arg("pool").none() = nb::none());
   m.def(
       "hold_back",
       [](Address stream, const std::vector<Address>& events) {

@@ -7,8 +7,7 @@ from hps.native._core import (
     PlaceLaunch,
     hold_back,
     order_after,
-    run_chunks,
     waited_ns,
 )
 
-__all__ = ["FetchLaunch", "PlaceLaunch", "hold_back", "order_after", "run_chunks", "waited_ns"]
+__all__ = ["FetchLaunch", "PlaceLaunch", "hold_back", "order_after", "waited_ns"]

@@ -1,6 +1,9 @@
 #include "hps/fetch_launch.hpp"
 
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
+#include <cstring>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -56,12 +59,40 @@ std::uint32_t FetchLaunch::set(const Part* parts, std::size_t n, std::uint32_t k
 void FetchLaunch::launch(Handle function, std::uint32_t blocks, Handle stream, Handle end_event,
                          Report report) {
   for (std::size_t i = 0; i < now.size(); ++i) arguments->part[i].now = *now[i];
+  launch_with(*arguments, function, blocks, stream, end_event, report);
+}
+
+void FetchLaunch::launch_keys(Handle function, std::uint32_t keys_a_block, std::size_t first,
+                              std::size_t last, Handle stream, Handle end_event, Report report) {
+  FetchArgs own;
+  std::memcpy(&own, arguments, offsetof(FetchArgs, part));
+  std::uint32_t blocks = 0;
+  own.parts = 0;
+  for (std::size_t i = 0; i < now.size(); ++i) {
+    const FetchPart& whole = arguments->part[i];
+    const std::size_t begin = std::max<std::size_t>(first, whole.base);
+    const std::size_t stop = std::min<std::size_t>(last, std::size_t{whole.base} + whole.n);
+    if (begin >= stop) continue;
+    const std::uint64_t skipped = begin - whole.base;
+    FetchPart& part = own.part[own.parts++] = whole;
+    part.keys += 8 * skipped, part.out += whole.row_bytes * skipped;
+    if (part.versions != 0) part.versions += 8 * skipped;
+    if (part.source != 0) part.source += skipped;
+    part.n = static_cast<std::uint32_t>(stop - begin);
+    part.base = static_cast<std::uint32_t>(begin), part.first_block = blocks, part.now = *now[i];
+    blocks += (part.n + keys_a_block - 1) / keys_a_block;
+  }
+  launch_with(own, function, blocks, stream, end_event, report);
+}
+
+void FetchLaunch::launch_with(FetchArgs& own, Handle function, std::uint32_t blocks, Handle stream,
+                              Handle end_event, Report report) {
   if (report != Report::kNone) ++count_arguments->sequence;
-  arguments->sequence = count_arguments->sequence;
-  arguments->result = report == Report::kByFetch ? count_arguments->result : 0;
+  own.sequence = count_arguments->sequence;
+  own.result = report == Report::kByFetch ? count_arguments->result : 0;
   end = end_event;
   const std::lock_guard<std::mutex> lock(launching);
-  launch_kernel(function, blocks, arguments, stream);
+  launch_kernel(function, blocks, &own, stream);
   if (report == Report::kBehind) launch_kernel(count, 1, count_arguments, stream);
   check(driver().event_record(end, stream), "cuEventRecord");
 }

@@ -7,7 +7,7 @@ import pytest
 
 from hps.cuda.launch import COUNT_ARGS, FETCH_ARGS, PARTS
 from hps.native import WorkerPool
-from hps.native.launching import FetchLaunch, hold_back, order_after, run_chunks, waited_ns
+from hps.native.launching import FetchLaunch, hold_back, order_after, waited_ns
 
 NO_DRIVER = r"no CUDA driver|cuLaunchKernel failed: CUDA_ERROR"
 
@@ -29,7 +29,7 @@ class Arguments:
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_launch_into_a_block_writes_the_fields_that_change_and_reports_errors(behind):
     arguments = Arguments(3)
-    arguments.launch.prepare_block(0, 5, behind, [0, 512, 1024], [2, 0])
+    arguments.launch.prepare_block(0, 5, 64, behind, [0, 512, 1024], [2, 0])
     for turn in range(2):
         arguments.now += 1
         with pytest.raises(RuntimeError, match=NO_DRIVER):
@@ -67,9 +67,9 @@ def test_wrong_arguments_of_a_launch_are_rejected():
     with pytest.raises(ValueError, match="7 numbers"):
         arguments.launch.run_parts(0, 64, [(0,) * 7, (0,) * 6], 0, 0, 0, False)
     with pytest.raises(ValueError, match="one per part"):
-        arguments.launch.prepare_block(0, 1, False, [0], [])
+        arguments.launch.prepare_block(0, 1, 64, False, [0], [])
     with pytest.raises(ValueError, match="numbers of parts"):
-        arguments.launch.prepare_block(0, 1, False, [0, 0], [2])
+        arguments.launch.prepare_block(0, 1, 64, False, [0, 0], [2])
     with pytest.raises(ValueError, match="too many"):
         FetchLaunch.make(0, 0, 0, [0] * (PARTS + 1))
 
@@ -77,46 +77,41 @@ def test_wrong_arguments_of_a_launch_are_rejected():
 @pytest.mark.parametrize("threads", [1, 3])
 def test_keys_are_copied_for_launches_in_chunks(threads):
     """Without a driver the first launch fails; the copies end before the error is raised."""
-    arguments = [Arguments(2), Arguments(1)]
-    for each, offsets in zip(arguments, ([0, 64], [256]), strict=True):
-        each.launch.prepare_block(0, 1, False, offsets, [])
-    launches, rng = [each.launch for each in arguments], np.random.default_rng(1)
-    arrays = [rng.integers(0, 1 << 60, n) for n in (30_000, 0, 50_000)]
-    copied = np.zeros(80_000, np.int64)
+    arguments, rng = Arguments(3), np.random.default_rng(1)
+    arrays = [rng.integers(0, 1 << 60, n) for n in (30_000, 5, 50_000)]
+    copied = [np.zeros(len(array), np.int64) for array in arrays]
+    parts = [(own.ctypes.data, 0, 1000 * i, 0, 2000, 5, len(own)) for i, own in enumerate(copied)]
+    pool = WorkerPool(threads)
     with pytest.raises(RuntimeError, match=NO_DRIVER):
-        run_chunks(launches, [60_000, 20_000], arrays, copied, 4096, 0, 0, WorkerPool(threads))
-    np.testing.assert_array_equal(copied, np.concatenate(arrays))
-    np.testing.assert_array_equal(arguments[0].parts["out"], [4096, 4160])
-    assert int(arguments[1].fetch["sequence"]) == 0
-
-    one, copied = arguments[1], np.zeros(50_000, np.int64)
-    one.parts["row_bytes"] = 128
-    part = copied.ctypes.data, 0, 1000, 0, 2000, 5, 50_000
+        arguments.launch.run_parts_copied(0, 64, parts, 77, arrays, 16_384, 0, 0, pool)
+    for own, array in zip(copied, arrays, strict=True):
+        np.testing.assert_array_equal(own, array)
+        own[:] = 0
+    np.testing.assert_array_equal(arguments.parts["base"], [0, 30_000, 30_005])
+    assert int(arguments.count["sequence"]) == 0  # of the last chunk's launch
+    arguments.launch.prepare_block(0, 5, 64, False, [0, 64, 128], [])
     with pytest.raises(RuntimeError, match=NO_DRIVER):
-        one.launch.run_copied(0, 64, part, arrays[2], 16_384, 77, 0, 0, WorkerPool(threads))
-    np.testing.assert_array_equal(copied, arrays[2])
-    assert one.parts["n"].tolist() == [16_384]
-    assert int(one.fetch["result"]) == 0  # another chunk follows
+        arguments.launch.run_block_copied(4096, arrays, 1 << 20, 0, 0, pool)
+    for own, array in zip(copied, arrays, strict=True):
+        np.testing.assert_array_equal(own, array)
+    np.testing.assert_array_equal(arguments.parts["out"], [4096, 4160, 4224])
+    assert int(arguments.count["sequence"]) == 1
 
 
-def test_wrong_keys_of_chunks_are_rejected():
-    arguments, keys = Arguments(1), np.zeros(10, np.int64)
-    arguments.launch.prepare_block(0, 1, False, [0], [])
-    for sizes, arrays, reason in (
-        ([11], [keys], "launches' keys"),
-        ([10], [keys.astype(np.int32)], "int64"),
-        ([10, 1], [keys], "one per launch"),
-        ([20], [keys, keys], "hold all keys"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            run_chunks([arguments.launch], sizes, arrays, np.zeros(15, np.int64), 0, 0, 0)
-    for part, size, reason in (
-        ((0, 1, 0, 0, 0, 0, 10), 5, "without positions"),
-        ((0, 0, 0, 0, 0, 0, 11), 5, "int64"),
-        ((0, 0, 0, 0, 0, 0, 10), 0, "without positions"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            arguments.launch.run_copied(0, 64, part, keys, size, 0, 0, 0)
+@pytest.mark.parametrize(
+    ("part", "arrays", "chunk", "reason"),
+    [
+        ((0, 0, 0, 0, 0, 0, 10), [np.zeros(11, np.int64)], 5, "int64"),
+        ((0, 0, 0, 0, 0, 0, 10), [np.zeros(10, np.int32)], 5, "int64"),
+        ((0, 0, 0, 0, 0, 0, 10), [np.zeros(10, np.int64)], 0, "one per table"),
+        ((0, 0, 0, 0, 0, 0, 10), [], 5, "one per table"),
+        ((0, 1, 0, 0, 0, 0, 10), [np.zeros(10, np.int64)], 5, "of all keys"),
+    ],
+)
+def test_wrong_keys_of_chunks_are_rejected(part, arrays, chunk, reason):
+    arguments = Arguments(1)  # holds the memory that the launch writes to
+    with pytest.raises(ValueError, match=reason):
+        arguments.launch.run_parts_copied(0, 64, [part], 0, arrays, chunk, 0, 0)
 
 
 def test_a_wait_takes_the_report_of_the_last_launch_alone():

@@ -253,7 +253,7 @@ def test_rows_of_device_and_host_reach_their_places(
 ):
     """``large``: with several chunks, copies of counts, and slices of rows."""
     if large:
-        monkeypatch.setattr(vector_fetch, "chunk_keys", lambda _keys: 500)
+        monkeypatch.setattr(fetch_chunk, "chunk_keys", lambda _keys: 500)
         monkeypatch.setattr(fetch_chunk, "COUNTED_BEHIND", 0)
         monkeypatch.setattr(vector_fetch, "COPIED_IN_CHUNKS", 0)
         monkeypatch.setattr(miss_fill, "SLICE_BYTES", 15_000)

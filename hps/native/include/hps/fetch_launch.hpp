@@ -54,12 +54,20 @@ struct FetchLaunch {
   CountArgs* count_arguments;
   Handle end = nullptr;  // the event of the last launch
 
+  void launch_with(FetchArgs& own, Handle function, std::uint32_t blocks, Handle stream, Handle end,
+                   Report report);
+
   // Sets the parts for tables whose fields are filled in; returns the blocks to launch.
   std::uint32_t set(const Part* parts, std::size_t n, std::uint32_t keys_a_block);
 
   // Launches `function` on `stream`, with the report of misses, and records `end` behind it. The
   // writer's `hold_back` sees both or neither.
   void launch(Handle function, std::uint32_t blocks, Handle stream, Handle end, Report report);
+
+  // The same for those keys of all parts joined that are in [first, last), of parts without
+  // positions whose other fields are set.
+  void launch_keys(Handle function, std::uint32_t keys_a_block, std::size_t first, std::size_t last,
+                   Handle stream, Handle end, Report report);
 
   // Waits for the last launch and returns its number of misses.
   std::uint32_t wait() const;
