@@ -30,7 +30,8 @@ from services.frontend.auth import guard
 from services.frontend.background_open import LoadProgress, open_in_background
 from services.frontend.certificates import server_context
 from services.frontend.http.application import PortApplication
-from services.frontend.http.server import HttpPortOptions, HttpServer, listen
+from services.frontend.http.server import HttpPortOptions, HttpServer
+from services.frontend.listening import listen
 from services.frontend.logs import fields, log
 from services.frontend.path_redaction import hide_paths
 from services.server_state import Node, ServerState

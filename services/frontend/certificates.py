@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import ssl
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import ip_address
+from typing import Any
 
 from hps.config.certificates import check_current, no_password, unusable_file_error
 from hps.config.reload_log import ReloadLog
@@ -13,16 +15,20 @@ from hps.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+_ADDRESS = "IP Address"
+_KINDS = ("DNS", "URI", "email", _ADDRESS)
+
 
 class PortCertificates:
     """Certificates of the port with this ``setting``. Not thread-safe.
 
-    ``context`` uses the current ones; ``contents`` are the same as PEM: the key, the certificate and, if
-    clients need one, the trusted roots."""
+    ``context`` uses the current ones; ``contents`` are the same as PEM."""
 
-    def __init__(self, tls: TlsSettings, setting: str) -> None:
-        """Load the files. Raises ``ConfigError`` with those that cannot be used."""
-        self._tls, self._setting = tls, setting
+    def __init__(self, tls: TlsSettings, setting: str, protocols: Sequence[str] = ()) -> None:
+        """Load the files. ``protocols``: offered by ALPN, if any.
+
+        Raises ``ConfigError`` with those that cannot be used."""
+        self._tls, self._setting, self._protocols = tls, setting, protocols
         self._log = ReloadLog("failed to reload certificates, keeping the former ones")
         self.contents = self._read()
         self.context = self._made()
@@ -60,6 +66,8 @@ class PortCertificates:
         # allowed.
         context.num_tickets = 0
         context.options |= ssl.OP_NO_TICKET
+        if self._protocols:
+            context.set_alpn_protocols(self._protocols)
         setting, used = f"{self._setting}.tls", f"{tls.certificate_file} and {tls.key_file}"
         try:
             context.load_cert_chain(tls.certificate_file, tls.key_file, no_password)
@@ -73,13 +81,15 @@ class PortCertificates:
         return context
 
 
-def server_context(at: Listener, setting: str) -> ssl.SSLContext | None:
+def server_context(
+    at: Listener, setting: str, protocols: Sequence[str] = ()
+) -> ssl.SSLContext | None:
     """TLS context of a port on an event loop, by its ``setting``; None for plain text.
 
-    The next connection uses changed files. Raises as `PortCertificates`."""
+    ``protocols``: offered by ALPN. The next connection uses changed files. Raises as `PortCertificates`."""
     if at.tls is None:
         return None
-    certificates = PortCertificates(at.tls, setting)
+    certificates = PortCertificates(at.tls, setting, protocols)
 
     def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         certificates.renewed()
@@ -88,6 +98,17 @@ def server_context(at: Listener, setting: str) -> ssl.SSLContext | None:
     listening = certificates.context
     listening.sni_callback = renew  # called for every connection, with or without a server name
     return listening
+
+
+def certificate_names(certificate: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the alternative names and the common name in a ``certificate`` of Python's ``ssl``."""
+    common = [v for part in certificate.get("subject", ()) for k, v in part if k == "commonName"]
+    alternative = [
+        str(ip_address(name)) if kind == _ADDRESS else name
+        for kind, name in certificate.get("subjectAltName", ())
+        if kind in _KINDS
+    ]
+    return alternative, common[:1]
 
 
 def caller_names(alternative: Iterable[str], common: Iterable[str]) -> set[str]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from ipaddress import ip_address
 from typing import Any
 
-from services.frontend.certificates import caller_names
+from services.frontend.certificates import caller_names, certificate_names
 
 # Key in the ASGI scope: the request's ``ConnectionPeer``.
 PEER = "hps.peer"
-_ADDRESS = "IP Address"
-_KINDS = ("DNS", "URI", "email", _ADDRESS)
 
 
 class ConnectionPeer:
@@ -33,20 +30,10 @@ class ConnectionPeer:
         """Return the names in the client's certificate, which TLS has verified; empty without one."""
         if self._names is None:
             shown = self._transport and self._transport.get_extra_info("peercert")
-            self._names = _names(shown or {})
+            self._names = caller_names(*certificate_names(shown or {}))
         return self._names
 
 
 def peer_of(scope: Mapping[str, Any]) -> ConnectionPeer:
     """Return the client that sent the request of ``scope``."""
     return scope.get(PEER) or ConnectionPeer(scope.get("client"))
-
-
-def _names(certificate: Mapping[str, Any]) -> set[str]:
-    common = [v for part in certificate.get("subject", ()) for k, v in part if k == "commonName"]
-    alternative = [
-        str(ip_address(name)) if kind == _ADDRESS else name
-        for kind, name in certificate.get("subjectAltName", ())
-        if kind in _KINDS
-    ]
-    return caller_names(alternative, common[:1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 import ssl
 from collections.abc import Iterator
@@ -13,74 +12,14 @@ from typing import Any, Literal
 
 import uvicorn
 
-from hps.errors import ConfigError
 from services.frontend.connection_limit import ConnectionLimit, most_connections
 from services.frontend.http.application import PortApplication
 from services.frontend.http.connection_bounds import LINGER_S
 from services.frontend.http.protocol import probe
 from services.frontend.http.uvicorn_connection import UvicornEvents, uvicorn_config
+from services.frontend.listening import BACKLOG, url_of
 
 SWEEP_S = 10.0
-BACKLOG = 2048
-
-
-def listen(host: str, port: int, setting: str, *, one_of_many: bool = False) -> socket.socket:
-    """Return a listening TCP socket. Raises ``ConfigError`` naming ``setting``.
-
-    ``one_of_many``: other processes of this user may listen on the port too, and connections are spread over
-    them.
-    """
-    return _bound(host, port, setting, one_of_many=one_of_many, listens=True)
-
-
-def reserve_port(host: str, port: int, setting: str, *, one_of_many: bool = False) -> socket.socket:
-    """Return a socket that reserves the port and takes no connections; else as `listen`."""
-    return _bound(host, port, setting, one_of_many=one_of_many, listens=False)
-
-
-def _bound(
-    host: str, port: int, setting: str, *, one_of_many: bool, listens: bool
-) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(
-            f"{setting}.host is {host!r}, which is not a usable address: {error}"
-        ) from None
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if one_of_many:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind(address)
-        if listens:
-            sock.listen(BACKLOG)
-        sock.setblocking(False)
-    except OSError as error:
-        sock.close()
-        remedy = "choose another address or port"
-        if error.errno == errno.EADDRINUSE:
-            remedy = (
-                f"stop the process that listens there, or set {setting}.port (0 takes a free one)"
-            )
-        raise ConfigError(
-            f"{setting}: cannot listen on {host}:{port}: {error.strerror or error}; {remedy}"
-        ) from None
-    return sock
-
-
-def url_of(sock: socket.socket, *, secured: bool) -> str:
-    """Return the base URL of the server that listens at ``sock``."""
-    scheme = "https" if secured else "http"
-    host, port = sock.getsockname()[:2]
-    return f"{scheme}://{host_of(host)}:{port}"
-
-
-def host_of(host: str) -> str:
-    """Return the host as written in a URL: IPv6 addresses in brackets."""
-    return f"[{host}]" if ":" in host else host
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from services.frontend.http.application import PortApplication
-from services.frontend.http.server import BACKLOG, HttpPortOptions, HttpServer
+from services.frontend.http.server import HttpPortOptions, HttpServer
+from services.frontend.listening import BACKLOG
 
 
 class WorkerServer(HttpServer):

@@ -21,7 +21,7 @@ from hps.config.server_settings import GrpcSettings, HttpSettings
 from hps.errors import ConfigError
 from hps.observability import metric_names as m
 from hps.observability.metrics import MetricValues
-from services.frontend.http.server import host_of, listen, reserve_port, url_of
+from services.frontend.listening import host_of, listen, reserve_port, url_of
 from services.frontend.logs import Level
 from services.frontend.workers.supervised_worker import SupervisedWorker
 

@@ -17,7 +17,8 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from hps.config.server_settings import Listener
 from services.frontend.auth import Authorizer
 from services.frontend.http.app import data_app
-from services.frontend.http.server import HttpPortOptions, HttpServer, listen
+from services.frontend.http.server import HttpPortOptions, HttpServer
+from services.frontend.listening import listen
 from tests.support.fallbacks import HTTP_PROTOCOL
 from tests.support.server_thread import Running
 from tests.unit.services.frontend.grpc.conftest import running

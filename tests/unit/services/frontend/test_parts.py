@@ -23,7 +23,7 @@ from services.frontend import logs
 from services.frontend.background_open import LoadProgress
 from services.frontend.errors import RequestTooLarge, http_status
 from services.frontend.http.errors import error_body
-from services.frontend.http.server import listen
+from services.frontend.listening import listen
 from services.frontend.statistics import MAX_BATCH_SIZES, Statistics
 
 

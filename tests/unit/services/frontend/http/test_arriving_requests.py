@@ -17,7 +17,8 @@ from hps.errors import Unauthenticated
 from services.frontend.certificates import server_context
 from services.frontend.http.protocol import connection
 from services.frontend.http.protocol.connection import HttpProtocol
-from services.frontend.http.server import HttpPortOptions, HttpServer, listen
+from services.frontend.http.server import HttpPortOptions, HttpServer
+from services.frontend.listening import listen
 from tests.support.server_thread import Running
 
 pytestmark = pytest.mark.private_interface("http", "no head is known")

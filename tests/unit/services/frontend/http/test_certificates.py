@@ -24,7 +24,8 @@ from hps.tools.doctor import check, ports
 from services.frontend.auth import Authorizer
 from services.frontend.certificates import server_context
 from services.frontend.http.app import admin_app
-from services.frontend.http.server import HttpPortOptions, HttpServer, listen
+from services.frontend.http.server import HttpPortOptions, HttpServer
+from services.frontend.listening import listen
 from tests.support.certificates import made
 from tests.support.fallbacks import HTTP_PROTOCOL
 from tests.support.server_thread import Running

@@ -18,7 +18,8 @@ import uvloop
 from hps.config.server_settings import GrpcSettings
 from services.frontend.auth import Authorizer
 from services.frontend.grpc.server import GrpcServer
-from services.frontend.http.server import HttpPortOptions, listen
+from services.frontend.http.server import HttpPortOptions
+from services.frontend.listening import listen
 from services.frontend.workers.heartbeat import (
     GrpcHeartbeat,
     Heartbeat,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hps.config import as_configuration
-from services.frontend.http.server import listen
+from services.frontend.listening import listen
 from services.frontend.workers.channel import ControlChannelWorker
 from services.frontend.workers.process import WorkerProcess
 from tests.support.waiting import until

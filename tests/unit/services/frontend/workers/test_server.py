@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import uvloop
 
-from services.frontend.http.server import HttpPortOptions, listen
+from services.frontend.http.server import HttpPortOptions
+from services.frontend.listening import listen
 from services.frontend.workers.server import WorkerServer
 from tests.support.fallbacks import HTTP_PROTOCOL
 from tests.support.server_thread import Running
