@@ -45,10 +45,10 @@ JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 test: setup test-services
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --slowest-files 15
 
-# The tests of both protocols again, on the public interfaces of uvicorn and grpc that servers fall back to; see
-# services/frontend/{http/protocol,grpc/core}/README.md. Tests marked private_interface are skipped.
-FALLBACKS := HPS__SERVER__HTTP__PROTOCOL=uvicorn HPS__SERVER__ADMIN__PROTOCOL=uvicorn HPS__SERVER__GRPC__CALLS=threads
-PROTOCOL_TESTS := $(addprefix tests/unit/services/frontend/,http grpc workers test_shared_memory_protocols.py) \
+# The tests of HTTP again, on the public interface of uvicorn that servers fall back to; see
+# services/frontend/http/protocol/README.md. Tests marked private_interface are skipped.
+FALLBACKS := HPS__SERVER__HTTP__PROTOCOL=uvicorn HPS__SERVER__ADMIN__PROTOCOL=uvicorn
+PROTOCOL_TESTS := $(addprefix tests/unit/services/frontend/,http workers test_shared_memory_protocols.py) \
   $(addprefix tests/integration/,conformance test_clients.py test_hostile_clients.py test_openapi_fuzz.py \
   test_rest_bad_input.py test_rest_clients.py test_rest_docs.py test_rest_lifecycle.py test_rest_repeated.py \
   test_workers.py)

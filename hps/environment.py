@@ -85,10 +85,3 @@ def sets_allocator() -> bool:
     return "GLIBC_TUNABLES" in os.environ or any(
         name.startswith("MALLOC_") and name.endswith("THRESHOLD_") for name in os.environ
     )
-
-
-def disable_grpc_event_engine() -> None:
-    """Make gRPC servers read their sockets without the event engine; call it before the import.
-
-    The event engine passes each request to one more thread: 300 µs of CPU for 26 keys instead of 230."""
-    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")

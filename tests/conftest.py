@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from hps.cuda.loader import missing_requirement
-from tests.support.fallbacks import CHOSEN
+from tests.support.fallbacks import HTTP_PROTOCOL
 from tests.support.tiers import TIERS, TierUnderTest, open_case
 
 # A machine that does something else at the moment is no failure.
@@ -95,9 +95,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.xdist_group("alone"))
     for item in items:
         for mark in item.iter_markers("private_interface"):
-            library, reason = mark.args
-            if CHOSEN[library] != "auto":
-                item.add_marker(pytest.mark.skip(reason=f"public interface: {reason}"))
+            if HTTP_PROTOCOL != "auto":
+                item.add_marker(pytest.mark.skip(reason=f"public interface: {mark.args[0]}"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and (reason := missing_requirement()):
         for item in marked:
@@ -138,9 +137,3 @@ def versioned(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierUn
 def open_tier(request: pytest.FixtureRequest) -> OpenTier:
     """Makes one kind of tier again and again, each time in the given empty folder."""
     return lambda path: open_case(request.param, path)
-
-
-@pytest.fixture
-def no_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets ``grpc: null`` hold in `make test-fallbacks`, whose variable would open the default port."""
-    monkeypatch.delenv("HPS__SERVER__GRPC__CALLS", raising=False)

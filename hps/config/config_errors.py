@@ -22,6 +22,9 @@ from hps.suggestions import did_you_mean, hint_for
 Model = TypeVar("Model", bound=BaseModel)
 Where = Callable[[KeyPath], str]
 _ABSENT = object()
+_NO_CHOICE = "gRPC has one transport, on the event loop"
+# Settings of former releases by their paths, with the reason of their removal.
+_REMOVED = {"server.grpc.calls": _NO_CHOICE, "server.grpc.admin.calls": _NO_CHOICE}
 # User and password of a URL in a message.
 _USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
@@ -116,6 +119,8 @@ def _problem(
 ) -> ConfigProblem:
     value = _at(data, path)
     if detail["type"] == "extra_forbidden":
+        if (reason := _REMOVED.get(".".join(map(str, path)))) is not None:
+            return ConfigProblem(where(path), path, f"the setting was removed: {reason}; delete it")
         parent, _ = walk(slot.root, path[:-1])
         names = list(parent.fields)
         hint = hint_for(path[-1], names, "the keys are")

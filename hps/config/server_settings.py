@@ -70,8 +70,6 @@ class GrpcListener(Listener):
 
     reflection: bool = True
     """gRPC server reflection, for tools such as grpcurl."""
-    calls: Literal["auto", "threads"] = "auto"
-    """`auto` takes calls from grpc's core where that works; `threads` uses grpc's public interface only."""
     max_connection_age_s: float | None = Field(None, gt=0)
     """Approximate lifetime of a connection; null: half of `drain_delay_s`, or unlimited if that is 0."""
 

@@ -153,7 +153,7 @@ OF_SERVE: dict[str, Wrong] = {
     ),
     "a taken port of gRPC": (
         {"server": {"grpc": {"port": "{taken}"}}},
-        "server.grpc: cannot listen on 127.0.0.1:{taken}: stop the process that listens there",
+        "server.grpc: cannot listen on 127.0.0.1:{taken}: Address already in use; stop the process that",
     ),
     "no roots for Triton": (
         {"dense": {"triton": {"url": "127.0.0.1:1", "tls": {"ca_file": "{folder}/none"}}}},

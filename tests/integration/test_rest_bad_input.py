@@ -182,7 +182,7 @@ def test_chunked_body_is_accepted(small_server):
     assert json.loads(answer)["outputs"][0]["shape"] == [9000, 8]
 
 
-@pytest.mark.private_interface("http", "uvicorn answers invalid requests in text")
+@pytest.mark.private_interface("uvicorn answers invalid requests in text")
 def test_endless_head_is_rejected(small_server):
     host, _, port = small_server.address.rpartition(":")
 
@@ -200,7 +200,7 @@ def test_endless_head_is_rejected(small_server):
     assert "head has more than" in json.loads(answer)["error"]
 
 
-@pytest.mark.private_interface("http", "uvicorn answers invalid requests in text")
+@pytest.mark.private_interface("uvicorn answers invalid requests in text")
 def test_invalid_chunked_body_is_rejected(small_server):
     head = framed(WORDS, b"", {"Transfer-Encoding": "chunked", "Content-Length": ""})
     head = head.replace(b"Content-Length: \r\n", b"")
@@ -209,7 +209,7 @@ def test_invalid_chunked_body_is_rejected(small_server):
     assert json.loads(answer)["error"]
 
 
-@pytest.mark.private_interface("http", "uvicorn answers invalid requests in text")
+@pytest.mark.private_interface("uvicorn answers invalid requests in text")
 def test_bytes_that_are_not_http_are_answered_with_400(small_server):
     status, answer = exchange(small_server.address, b"nonsense\r\n\r\n")
     assert status == 400

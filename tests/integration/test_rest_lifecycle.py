@@ -25,7 +25,6 @@ from hps.observability import otel
 from hps.types import LookupResult
 from services.frontend.http import server as http_server
 from services.frontend.main import FrontendServer
-from tests.support.fallbacks import environment
 from tests.support.grpc_load import no_call_lost
 from tests.support.waiting import until
 
@@ -299,7 +298,7 @@ def test_port_open_to_all_hosts_requires_an_explicit_auth_mode(small_repository,
         )
 
 
-@pytest.mark.private_interface("http", "the application's timeout ends a body")
+@pytest.mark.private_interface("the application's timeout ends a body")
 def test_stalled_connections_are_closed_but_not_idle_ones(small_repository, tmp_path, monkeypatch):
     """A partial head or body, or a connection without data; not an idle one."""
     monkeypatch.setattr(http_server, "SWEEP_S", 0.3)
@@ -332,11 +331,9 @@ def serve(folder, **settings):
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env=environment(settings["server"]),
     )
 
 
-@pytest.mark.usefixtures("no_grpc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_the_process_with_exit_code_0(small_repository, tmp_path, number):
     http_port, admin_port = free_ports(2)
@@ -391,7 +388,6 @@ def test_sigterm_under_load_loses_no_request(small_repository, tmp_path):
     assert process.returncode == 0, errors
 
 
-@pytest.mark.usefixtures("no_grpc")
 def test_missing_certificates_end_the_process_with_exit_code_2(small_repository, tmp_path):
     tls = {"certificate_file": "no.crt", "key_file": "no.key"}
     server = {"http": {"port": 0}, "grpc": None, "admin": {"port": 0, "tls": tls}}
@@ -404,7 +400,6 @@ def test_missing_certificates_end_the_process_with_exit_code_2(small_repository,
     assert "Traceback" not in errors
 
 
-@pytest.mark.usefixtures("no_grpc")
 def test_taken_port_ends_the_process_with_exit_code_2(small_repository, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -22,6 +22,7 @@ DOORS = {
     "fastapi": ["services/"],
     "starlette": ["services/"],
     "uvicorn": ["services/"],
+    "hpack": ["services/frontend/grpc/http2/"],
     "cupy": ["hps/cuda/", "hps/tiers/gpu/cache.py", "hps/tiers/gpu/host_bridge.py"],
     "redis": ["hps/tiers/redis/"],
     "confluent_kafka": ["hps/updates/kafka/"],

@@ -1,8 +1,6 @@
 """``grpc.health.v1.Health`` with ``Watch``, for Kubernetes probes and load balancers.
 
-It replaces ``grpc_health.v1.health.HealthServicer``, which notifies watchers while it holds the lock that it
-takes on grpc's own thread when a watcher leaves, and the notification waits for that thread. A watcher that
-left at the moment of a change stopped the whole server.
+It replaces ``grpc_health.v1.health.HealthServicer``, in which a watcher keeps a thread.
 """
 
 from __future__ import annotations
@@ -38,14 +36,14 @@ class GrpcHealth:
         pool: ThreadPoolExecutor,
         names: Sequence[str] = ("", SERVICE),
     ) -> None:
-        """``pool`` runs checks and notifications. A watcher keeps none of its threads, even if the client
-        does not read (`ServerStreamHandler`). ``names`` are the services; "" is the server."""
+        """``pool`` runs notifications. A watcher keeps none of its threads, even if the client does not
+        read (`ServerStreamHandler`). ``names`` are the services; "" is the server."""
         self._state, self._names, self._pool = state, names, pool
         self._stopped = self._ended = False
         self._watchers: set[_HealthWatcher] = set()
         self.servicer = HealthServicer()
         self.servicer.Check = self._check
-        self.servicer.Watch = ServerStreamHandler(self._watch, pool)
+        self.servicer.Watch = ServerStreamHandler(self._watch)
         state.on_phase_changed(self._notify)
 
     def stop(self) -> None:

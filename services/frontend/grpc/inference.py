@@ -41,13 +41,9 @@ class GrpcInference(Inference):
     def wait(self) -> None:
         """Answer the submitted request when its result is ready or its deadline has passed.
 
-        The work is cancelled when the client is gone, if it takes more than some 50 ms: until then
-        the call does not ask grpc for its client's departure, which is a tenth of a small call's work.
+        The work is cancelled when the client is gone, if it takes more than some 50 ms.
         """
-        state = self.port.state
-        state.pending.add(self.future, self.deadline, self._end, self._watch_client)
-        if state.node is not None:
-            state.node.wait_briefly()
+        self.port.state.pending.add(self.future, self.deadline, self._end, self._watch_client)
 
     def _watch_client(self) -> None:
         self.reply.waits_for(self.future)

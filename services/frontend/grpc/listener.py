@@ -1,13 +1,15 @@
-"""A gRPC port, one of several servers in a process: its socket, health, reflection and shutdown."""
+"""A gRPC port, one of several servers on an event loop: its sockets, health, reflection and shutdown."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,36 +17,40 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from hps.config.server_settings import GrpcListener, ServerSettings
-from hps.errors import ConfigError, Unavailable
+from hps.errors import Unavailable
 from services.frontend.auth import Authorizer
-from services.frontend.connection_limit import most_connections
+from services.frontend.connection_limit import ConnectionLimit, most_connections
 from services.frontend.grpc.call_identity import check
-from services.frontend.grpc.call_limits import call_options
-from services.frontend.grpc.connection_age import age_options
-from services.frontend.grpc.core import probe
-from services.frontend.grpc.credentials import credentials
+from services.frontend.grpc.connection_age import connection_age_s
 from services.frontend.grpc.health import GrpcHealth
+from services.frontend.grpc.http2 import calls
+from services.frontend.grpc.http2.calls import CallTable
+from services.frontend.grpc.http2.connection import GrpcConnection
+from services.frontend.grpc.http2.limits import PortSettings
+from services.frontend.grpc.http2.port import PortContext
+from services.frontend.grpc.http2.stream_calls import StreamCalls
+from services.frontend.grpc.http2.tls import certificate_properties, grpc_server_context
 from services.frontend.grpc.method_handlers import (
     BidiStreamHandler,
     PooledUnaryHandler,
     UnaryHandler,
+    parsed_stream,
 )
-from services.frontend.grpc.thread_calls import ThreadPoolCalls
+from services.frontend.listening import BACKLOG, host_of, listen, listen_unix
 from services.server_state import ServerState
 
-# Threads for short calls, for calls that keep a thread (reflection, a stream), and for health watches without
-# grpc's core: a watcher that does not read keeps one.
-_QUICK, _OTHERS, _WATCHES = 16, 8, 8
-# Limits on requests and lookups in flight, and on other calls, such as health's; the second bounds streams
-# too. Calls beyond them are rejected with RESOURCE_EXHAUSTED.
+# Threads for short calls, and for reflection, whose calls keep a thread.
+_QUICK, _OTHERS = 16, 8
+# Limits on requests and lookups in flight, on other calls, such as health's, and on streams. Calls beyond
+# them are rejected with RESOURCE_EXHAUSTED.
 _REQUESTS, _AUXILIARY = 4096, 512
-# The longest handshake of a connection, and the longest time without a call.
-_HANDSHAKE_MS, _IDLE_MS = 20_000, 300_000
-_PINGS_MS = 5000
 # The time for which new calls are rejected before the server stops; less than the retry pause of clients.
 _REFUSING_S = 0.25
+# The period in which the end of a shutdown is checked.
+_POLL_S = 0.01
 
 Handlers = Mapping[str, grpc.RpcMethodHandler]
+Handler = UnaryHandler | BidiStreamHandler
 
 
 class HandlerCollector:
@@ -79,117 +85,137 @@ class GrpcPort:
     ) -> None:
         """``setting`` is the name of ``at``. ``one_of_many``: other processes listen on the port too."""
         self._setting, self._at, self._state = setting, at, state
+        self._one_of_many = one_of_many
         self._drain_s = settings.drain_s
-        quick = ThreadPoolExecutor(_QUICK, "grpc-quick")
-        others = ThreadPoolExecutor(_OTHERS, "grpc-others")
-        on_core = at.calls == "auto" and probe.is_supported()
-        self.acceptor = _call_acceptor(guard) if on_core else ThreadPoolCalls()
-        self._quick = quick
-        self._watches = quick if on_core else ThreadPoolExecutor(_WATCHES, "grpc-watch")
-        self._pools = [quick, others, self._watches]
-        self._server = grpc.server(
-            others,
-            # Limits only the calls that grpc itself accepts.
-            maximum_concurrent_rpcs=_AUXILIARY if on_core else _REQUESTS + _AUXILIARY,
-            options=_server_options(at, settings, one_of_many=one_of_many),
+        self._quick = ThreadPoolExecutor(_QUICK, "grpc-quick")
+        self._others = ThreadPoolExecutor(_OTHERS, "grpc-others")
+        self._pools = [self._quick, self._others]
+        self.calls = CallTable(
+            _REQUESTS, _AUXILIARY, partial(check, guard) if guard.enabled else None
         )
+        self._methods: dict[str, Handler] = {}
+        streams = StreamCalls(_AUXILIARY, settings.max_body_bytes)
+        self.context = PortContext(
+            _port_settings(at, settings),
+            self._methods,
+            self.calls,
+            ConnectionLimit(most_connections()),
+            streams.begin,
+            certificate_properties,
+        )
+        streams.post = self.context.post
+        self._tls = grpc_server_context(at, setting)
+        self._sockets: list[socket.socket] = []
         self.started = False
-        self._one_request: dict[str, UnaryHandler] = {}  # handlers of unary methods, by full name
-        # Handlers whose calls are rejected at shutdown.
-        self._behaviors: list[UnaryHandler | BidiStreamHandler] = []
+        self._refused: list[Handler] = []  # handlers whose calls are rejected at shutdown
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
 
-    def _listen(self, services: Mapping[str, Handlers]) -> None:
-        """Register ``services``, by name, with health and reflection, and listen. Raises ``ConfigError``."""
-        self._health = GrpcHealth(self._state, self._watches, ("", *services))
+    def _listen(self, services: Mapping[str, Handlers], also_at: Path | None = None) -> None:
+        """Register ``services``, by name, with health and reflection, and listen. Raises ``ConfigError``.
+
+        ``also_at``: a Unix socket, in plain text."""
+        self._health = GrpcHealth(self._state, self._quick, ("", *services))
         generated = HandlerCollector()
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, generated)
         for name, handlers in services.items():
-            self._behaviors += self._offer(name, handlers)
+            self._refused += self._offer(name, handlers)
         self._offer(health.SERVICE_NAME, generated.by_name)
         if self._at.reflection:
             names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self._server)
-        host = f"[{self._at.host}]" if ":" in self._at.host else self._at.host
-        self.url = f"{host}:{self._port(host)}"
-
-    def _offer(self, service: str, handlers: Handlers) -> list[UnaryHandler | BidiStreamHandler]:
-        """Register ``handlers`` for the calls of ``service``; return their behaviors."""
-        behaviors: list[UnaryHandler | BidiStreamHandler] = []
-        offered = {}
-        for name, handler in handlers.items():
-            offered[name] = handler
-            if (behavior := handler.unary_unary) is not None:
-                if not isinstance(behavior, UnaryHandler):
-                    behavior = PooledUnaryHandler(handler, self._quick)
-                offered[name] = grpc.unary_unary_rpc_method_handler(behavior)
-            elif (behavior := handler.unary_stream) is not None:
-                offered[name] = grpc.unary_stream_rpc_method_handler(behavior)
-            else:
-                behavior = handler.stream_stream
-            behaviors.append(behavior)
-            if isinstance(behavior, UnaryHandler):
-                self._one_request[f"/{service}/{name}"] = behavior
-        self._server.add_registered_method_handlers(service, offered)
-        return behaviors
-
-    def _port(self, host: str) -> int:
-        """Listen; return the port number."""
-        at, setting = self._at, self._setting
-        address = f"{host}:{at.port}"
+            reflected = HandlerCollector()
+            reflection.enable_server_reflection(names, reflected)
+            self._offer(reflection.SERVICE_NAME, reflected.by_name)
+        at = self._at
+        listener = listen(
+            at.host, at.port, self._setting, one_of_many=self._one_of_many, is_optional=True
+        )
+        self._sockets = [listener]
         try:
-            if at.tls is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, credentials(at.tls, setting))
-        except RuntimeError:
-            try:
-                socket.getaddrinfo(at.host.strip("[]"), at.port, type=socket.SOCK_STREAM)
-            except OSError as error:
-                message = f"{setting}.host is {at.host!r}, which is not a usable address: {error}"
-                raise ConfigError(message) from None
-            remedy = (
-                f"stop the process that listens there, or set {setting}.port (0 takes a free one), or "
-                f"{setting}: null"
-            )
-            if at.tls is not None:
-                files = f"{at.tls.certificate_file} and {at.tls.key_file}"
-                remedy += f"; or {setting}.tls: {files} cannot be used"
-            raise ConfigError(f"{setting}: cannot listen on {address}: {remedy}") from None
-        return int(port)
+            if also_at is not None:
+                self._sockets.append(listen_unix(also_at))
+        except BaseException:
+            listener.close()
+            raise
+        self.url = f"{host_of(at.host)}:{listener.getsockname()[1]}"
+
+    def _offer(self, service: str, handlers: Handlers) -> list[Handler]:
+        """Register ``handlers`` for the calls of ``service``; return those that are called."""
+        offered = {name: self._called(handler) for name, handler in handlers.items()}
+        for name, handler in offered.items():
+            self._methods[f"/{service}/{name}"] = handler
+        return list(offered.values())
+
+    def _called(self, handler: grpc.RpcMethodHandler) -> Handler:
+        """Return what is called for ``handler``: our own handler in it, or one that runs it on a pool."""
+        own = handler.unary_unary or handler.unary_stream or handler.stream_stream
+        if isinstance(own, UnaryHandler | BidiStreamHandler):
+            return own
+        if handler.unary_unary is not None:
+            return PooledUnaryHandler(handler, self._quick)
+        return parsed_stream(handler, self._others)
 
     async def serve(self) -> None:
         """Serve until ``stop``, then finish the accepted calls."""
-        self.acceptor.start(self._server, self._one_request)
+        loop = asyncio.get_running_loop()
+        self.context.start()
+        servers = [await self._accept(loop, sock) for sock in self._sockets]
+        sweeper = asyncio.create_task(self._sweep())
         self.started = True
-        await self._stopping.wait()
-        self._health.stop()
-        await self._refuse()
-        self._health.end()
-        ended = self._server.stop(self._drain_s)
-        waiting = asyncio.create_task(asyncio.to_thread(ended.wait))
-        forced = asyncio.create_task(self._forced.wait())
-        await asyncio.wait({waiting, forced}, return_when=asyncio.FIRST_COMPLETED)
-        forced.cancel()
-        if not waiting.done():
-            await asyncio.to_thread(self._server.stop, None)  # blocks until the calls are cancelled
-            await waiting
-        self.acceptor.shutdown()
-        for pool in self._pools:
-            pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            await self._stopping.wait()
+            self._health.stop()
+            await self._refuse()
+            self._health.end()
+            for server in servers:
+                server.close()
+            await self._drain()
+        finally:
+            sweeper.cancel()
+            self.calls.shutdown()
+            for pool in self._pools:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _accept(
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket
+    ) -> asyncio.AbstractServer:
+        connection = partial(GrpcConnection, self.context)
+        if sock.family == socket.AF_UNIX:
+            return await loop.create_unix_server(connection, sock=sock, backlog=BACKLOG)
+        timeout_s = None if self._tls is None else self.context.settings.handshake_s
+        return await loop.create_server(
+            connection,
+            sock=sock,
+            backlog=BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=timeout_s,
+        )
+
+    async def _sweep(self) -> None:
+        """End idle, old and stalled connections periodically, without a timer for each."""
+        while True:
+            await asyncio.sleep(calls.SWEEP_S)
+            self.context.sweep(time.monotonic())
 
     async def _refuse(self) -> None:
-        """Reject new calls for a while, so that clients go to other replicas.
-
-        Calls that arrive between grpc's stop and the client's notice of it are CANCELLED, which clients do
-        not retry (https://github.com/grpc/grpc/issues/41785); by then there should be none.
-        """
+        """Reject new calls for a while, so that clients go to other replicas, and retry."""
         error = Unavailable("the server is shutting down; ask another replica")
-        for behavior in self._behaviors:
-            behavior.refuse(error)
+        for handler in self._refused:
+            handler.refuse(error)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._forced.wait(), _REFUSING_S)
+
+    async def _drain(self) -> None:
+        """Tell clients to make no more calls, and wait for those in flight, at most ``drain_s``."""
+        connections = self.context.connections
+        for connection in list(connections):
+            connection.begin_drain()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._drain_s
+        while connections and not self._forced.is_set() and loop.time() < until:
+            await asyncio.sleep(_POLL_S)
+        for connection in list(connections):
+            connection.abort()
 
     def stop(self, *, force: bool = False) -> None:
         """Start the shutdown; ``force`` drops calls in flight. Call it on the event loop."""
@@ -198,24 +224,9 @@ class GrpcPort:
             self._forced.set()
 
 
-def _server_options(
-    at: GrpcListener, settings: ServerSettings, *, one_of_many: bool
-) -> list[tuple[str, Any]]:
-    return [
-        ("grpc.max_receive_message_length", settings.max_body_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.so_reuseport", int(one_of_many)),
-        # Clients with long calls may ping to check that the server is alive.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _PINGS_MS),
-        ("grpc.max_allowed_incoming_connections", most_connections()),
-        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-        ("grpc.max_connection_idle_ms", _IDLE_MS),
-        *call_options(),
-        *age_options(at.max_connection_age_s, settings.drain_delay_s, settings.drain_s),
-    ]
-
-
-def _call_acceptor(guard: Authorizer) -> Any:
-    from services.frontend.grpc.core.call_acceptor import CallAcceptor  # imports private names
-
-    return CallAcceptor(_REQUESTS, _AUXILIARY, partial(check, guard) if guard.enabled else None)
+def _port_settings(at: GrpcListener, settings: ServerSettings) -> PortSettings:
+    return PortSettings(
+        max_message_bytes=settings.max_body_bytes,
+        age_s=connection_age_s(at.max_connection_age_s, settings.drain_delay_s),
+        grace_s=settings.drain_s,
+    )

@@ -1,9 +1,8 @@
-"""Handlers of gRPC methods, on the server's own thread or on a thread pool."""
+"""Handlers of gRPC methods, on the event loop or on a thread pool."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -13,21 +12,12 @@ import grpc
 from hps.config.auth import Role
 from hps.errors import BadRequest, HpsError
 from services.frontend.errors import RequestCancelled, client_error
-from services.frontend.grpc.responders import (
-    CallContext,
-    StreamResponder,
-    ThreadResponder,
-    UnaryResponder,
-)
-from services.frontend.grpc.status import abort, call_status
+from services.frontend.grpc.responders import CallContext, StreamResponder, UnaryResponder
+from services.frontend.grpc.status import abort
 
 Begin = Callable[[bytes, UnaryResponder], None]
 Behavior = Callable[[Any, CallContext], Any]
-Send = Callable[[bytes | None], None]
-
-# Requests begin one at a time, as on grpc's core: an admission queue that has a slot counts a request once it
-# runs, and threads that begin requests together would exceed its limit.
-_BEGINNING = threading.Lock()
+StreamBehavior = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
 
 
 class UnaryHandler:
@@ -35,15 +25,13 @@ class UnaryHandler:
 
     ``begin`` does not wait, rejects unknown callers whatever their message, and passes work that takes long
     with a large message to `UnaryResponder.run`. It rejects an overload before that: threads that did so
-    would compete with those that answer.
+    would compete with those that answer. It is called on the event loop, so requests begin one at a time.
     """
 
     role: Role | None = "read"
     """The role that callers need, whatever the message; None: all callers."""
     is_auxiliary = False
     """True if a separate limit applies to its calls, not that of requests, as for health checks."""
-    experimental_thread_pool: ThreadPoolExecutor | None = None
-    """The pool on which grpc calls the handler, if it does; grpc defines the name."""
 
     def __init__(self, begin: Begin) -> None:
         self.begin = begin
@@ -55,18 +43,6 @@ class UnaryHandler:
     def reject(self, error: Exception, reply: UnaryResponder) -> None:
         """Answer a caller without ``role``; ``begin`` also checks it, and reports the same ``error``."""
         self.begin(b"", reply)
-
-    def __call__(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """Answer a call on grpc's thread, which waits. grpc's signature."""
-        reply = ThreadResponder(context)
-        with _BEGINNING:
-            self.begin(message, reply)
-        reply.run_large()
-        try:
-            return reply.result()
-        except HpsError as error:
-            abort(error, context)
-            raise AssertionError("abort raises") from None
 
 
 class PooledUnaryHandler(UnaryHandler):
@@ -81,25 +57,10 @@ class PooledUnaryHandler(UnaryHandler):
         self._read = handler.request_deserializer
         self._write = handler.response_serializer
         self.role = getattr(self._behavior, "role", None)
-        self._pool = self.experimental_thread_pool = pool
-
-    def refuse(self, error: HpsError) -> None:
-        super().refuse(error)  # calls on grpc's core; those on grpc's threads do not use `begin`
-
-        def refuse_call(_request: Any, _context: CallContext) -> Any:
-            raise error
-
-        self._behavior = refuse_call
+        self._pool = pool
 
     def reject(self, error: Exception, reply: UnaryResponder) -> None:
         reply.fail(client_error(error, ""))
-
-    def __call__(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        try:
-            return self._answered(message, context)
-        except Exception as error:
-            abort(client_error(error, ""), context)
-            raise AssertionError("abort raises") from None
 
     def _submit(self, message: bytes, reply: UnaryResponder) -> None:
         pending = self._pool.submit(self._answer, message, reply)
@@ -120,68 +81,57 @@ class PooledUnaryHandler(UnaryHandler):
         try:
             return self._read(message)
         except Exception as error:  # the class depends on protobuf's build
-            raise BadRequest(f"the message is not valid for the method: {error}") from None
+            raise _invalid(error) from None
 
 
 class ServerStreamHandler(UnaryHandler):
-    """Answers a call several times, at any time, without keeping a thread.
-
-    Only where grpc itself runs the handler does a client that does not read keep a thread of ``pool``.
-    """
+    """Answers a call several times, at any time, without keeping a thread."""
 
     role = None
     is_auxiliary = True
-    experimental_non_blocking = True
-    """grpc's name for a handler that returns before it has answered."""
 
-    def __init__(
-        self, begin: Callable[[bytes, StreamResponder], None], pool: ThreadPoolExecutor
-    ) -> None:
+    def __init__(self, begin: Callable[[bytes, StreamResponder], None]) -> None:
         super().__init__(begin)  # type: ignore[arg-type]  # a UnaryCall is both
-        self.experimental_thread_pool = pool
-
-    def __call__(  # type: ignore[override]  # several answers
-        self, message: bytes, context: grpc.ServicerContext, send_response_callback: Send
-    ) -> None:
-        self.begin(message, _GrpcStreamResponder(context, send_response_callback))  # type: ignore[arg-type]  # as above
-
-
-class _GrpcStreamResponder:
-    """`StreamResponder` on grpc's public interface."""
-
-    def __init__(self, context: Any, send: Send) -> None:
-        self._context, self._send = context, send
-        self.cancel = context.cancel
-
-    def push(self, message: bytes, pushed: Callable[[], None]) -> None:
-        self._send(message)
-        pushed()
-
-    def when_gone(self, on_gone: Callable[[], object]) -> None:
-        if not self._context.add_callback(on_gone):
-            on_gone()
-
-    def fail(self, error: HpsError) -> None:
-        ending = call_status(error)
-        self._context.set_trailing_metadata(ending.trailers or ())
-        self._context.set_code(ending.code)
-        self._context.set_details(str(error))
-        self._send(None)
 
 
 class BidiStreamHandler:
     """Answers the calls of a bidirectional stream on the threads of ``pool``; each keeps one."""
 
-    def __init__(self, behavior: Callable[..., Any], pool: ThreadPoolExecutor) -> None:
-        self._behavior = behavior
-        self.experimental_thread_pool = pool
+    def __init__(self, behavior: StreamBehavior, pool: ThreadPoolExecutor) -> None:
+        """``behavior(messages, context)`` yields the answers, as bytes."""
+        self.behavior = behavior
+        self.pool = pool
 
     def refuse(self, error: HpsError) -> None:
         """Fail all further calls with ``error``."""
-        self._behavior = lambda _request, context: abort(error, context)
 
-    def __call__(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._behavior(request, context)
+        def refused(_messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            abort(error, context)
+            yield from ()
+
+        self.behavior = refused
+
+
+def parsed_stream(handler: grpc.RpcMethodHandler, pool: ThreadPoolExecutor) -> BidiStreamHandler:
+    """Return the handler of generated code's stream ``handler``, which has parsed messages."""
+    read, write = handler.request_deserializer, handler.response_serializer
+
+    def behavior(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        def parsed() -> Iterator[Any]:
+            for message in messages:
+                try:
+                    request = read(message)
+                except Exception as error:  # the class depends on protobuf's build
+                    abort(_invalid(error), context)
+                yield request
+
+        return map(write, handler.stream_stream(parsed(), context))
+
+    return BidiStreamHandler(behavior, pool)
+
+
+def _invalid(error: Exception) -> BadRequest:
+    return BadRequest(f"the message is not valid for the method: {error}")
 
 
 def _if_cancelled(reply: UnaryResponder, pending: Future[None]) -> None:

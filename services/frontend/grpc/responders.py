@@ -15,7 +15,7 @@ LARGE_BYTES = 65_536
 
 
 class CallContext(Protocol):
-    """Properties of a call, from grpc or a `UnaryCall`; see ``grpc.ServicerContext``."""
+    """Properties of a call; see ``grpc.ServicerContext``."""
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]: ...
 
@@ -105,22 +105,3 @@ class BlockingResponder:
             return self._result.result()
         finally:
             self._result, self._future = Future(), None
-
-
-class ThreadResponder(BlockingResponder):
-    """A `BlockingResponder` for one call on a thread of its own."""
-
-    def __init__(self, context: grpc.ServicerContext) -> None:
-        super().__init__(context)
-        self._large: Callable[[], None] | None = None
-
-    def run(self, work: Callable[[], None], size: int) -> None:
-        if size > LARGE_BYTES:
-            self._large = work
-        else:
-            work()
-
-    def run_large(self) -> None:
-        """Run the rest of the work for a large request, if this is one."""
-        if self._large is not None:
-            self._large()

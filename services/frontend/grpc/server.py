@@ -1,7 +1,7 @@
 """gRPC data port: the Open Inference Protocol, and lookups for other nodes.
 
-Inference is answered on the server's own thread if possible, other short calls on a few others
-(`core/call_acceptor.py`). A stream keeps a thread while it is open.
+Inference begins on the event loop (`http2/`); other short calls run on a few threads. A stream keeps a thread
+while it is open.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import grpc
 from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 
 from hps.config.server_settings import GrpcSettings, ServerSettings
-from hps.errors import ConfigError
 from services.frontend.auth import Authorizer
 from services.frontend.grpc.inference_service import GrpcInferenceService
 from services.frontend.grpc.listener import GrpcPort, HandlerCollector, Handlers
@@ -50,15 +49,7 @@ class GrpcServer(GrpcPort):
         if settings.role != "frontend":
             lookups = LookupService(state, settings, guard)
             services[LOOKUP] = lookup_handlers(lookups, guard)
-        self._listen(services)
-        if also_at is not None:
-            try:
-                self._server.add_insecure_port(f"unix:{also_at}")
-            except RuntimeError:
-                raise ConfigError(
-                    f"cannot listen on the Unix socket {also_at}: its path may have at most 107 characters, "
-                    "and its file system must be writable; set server.runtime to another folder"
-                ) from None
+        self._listen(services, also_at)
 
     def _open_inference(
         self, inference: GrpcInferenceService, service: InferenceService

@@ -41,6 +41,10 @@ LINE = [
         "zzz: 1",
         ":1: zzz: unknown key; the keys are models, tiers, updates, lookup, dense, server, auth",
     ),
+    (
+        "server:\n  grpc: {calls: auto}",
+        ":2: server.grpc.calls: the setting was removed: gRPC has one transport",
+    ),
     ("server: 5", ":1: server: expected a mapping with http, grpc, admin,"),
     ("server: []", ":1: server: expected a mapping with http, grpc, admin,"),
     (

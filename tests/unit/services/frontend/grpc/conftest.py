@@ -12,7 +12,6 @@ import tritonclient.grpc as triton
 from hps.config.server_settings import GrpcSettings
 from services.frontend.auth import Authorizer
 from services.frontend.grpc.server import GrpcServer
-from tests.support.fallbacks import GRPC_CALLS
 from tests.support.server_thread import Running
 
 
@@ -21,7 +20,7 @@ def running(small: Any, guard: Any = None, **settings: Any) -> Iterator[Running]
     """A server for ``small``.
 
     ``settings``: those of `server`, of `server.grpc` under ``grpc``; ``state`` replaces the small node's."""
-    at = GrpcSettings(**{"port": 0, "calls": GRPC_CALLS, **settings.pop("grpc", {})})
+    at = GrpcSettings(**{"port": 0, **settings.pop("grpc", {})})
     state = settings.pop("state", small.state)
     chosen = small.settings.model_copy(update=settings)
     server = Running(GrpcServer(at, state, chosen, guard or Authorizer()))

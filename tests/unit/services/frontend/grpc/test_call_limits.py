@@ -11,7 +11,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from services.frontend.grpc.call_limits import CALLS_PER_CONNECTION
+from services.frontend.grpc.http2.limits import CALLS_PER_CONNECTION
 from services.frontend.grpc.service import SERVICE
 from tests.support import cancel_storm
 

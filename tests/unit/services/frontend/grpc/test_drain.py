@@ -20,7 +20,6 @@ from hps.lookup.remote.connection import NodeChannel
 from hps.v1.lookup_pb2 import ServingRequest
 from services.frontend.grpc import listener as port_module
 from services.frontend.state import FrontendState
-from tests.support.fallbacks import GRPC_CALLS
 from tests.support.waiting import until
 from tests.unit.services.frontend.protocol_clients import infer_request
 
@@ -145,11 +144,10 @@ def test_no_call_of_hps_client_is_lost_when_a_connection_reaches_its_age(serve):
                     some_more()
 
 
-@pytest.mark.parametrize("calls", sorted({GRPC_CALLS, "threads"}))
-def test_stopping_server_rejects_calls_as_unavailable(serve, channels, monkeypatch, calls):
+def test_stopping_server_rejects_calls_as_unavailable(serve, channels, monkeypatch):
     """CANCELLED would not make clients retry."""
     monkeypatch.setattr(port_module, "_REFUSING_S", 60.0)
-    running = serve(grpc={"calls": calls})
+    running = serve()
     with grpc.insecure_channel(running.server.url) as channel:
         stub = GRPCInferenceServiceStub(channel)
         stub.ModelInfer(question(), timeout=60)

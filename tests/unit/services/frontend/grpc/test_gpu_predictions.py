@@ -111,10 +111,3 @@ def test_more_scheduled_predictions_than_lookups_run(state, pair):  # noqa: F811
     plain = FrontendState()
     plain.serve(pair[1])
     assert plain.entries["m"].endpoint.max_running < 32
-
-
-def test_thread_that_received_a_request_waits_for_its_answer(service, message, pair, monkeypatch):  # noqa: F811
-    waits = []
-    monkeypatch.setattr(type(pair[0]), "wait_briefly", lambda self: waits.append(self))
-    send(service, message)
-    assert waits == [pair[0]]

@@ -147,7 +147,6 @@ def test_queued_request_ends_at_the_deadline_of_its_call(small, slow, start):
     assert slow.runs == 2
 
 
-@pytest.mark.private_interface("grpc", "requests and other calls have one limit")
 def test_health_calls_are_accepted_while_inference_calls_reach_their_limit(
     small, slow, start, monkeypatch
 ):
@@ -175,7 +174,6 @@ def test_client_limits_count_each_request_of_a_stream(small, start):
     assert rejections(small) == {"client_rate": 1}
 
 
-@pytest.mark.private_interface("grpc", "a call without a request keeps a thread")
 def test_calls_without_a_request_do_not_delay_others(small, start):
     """They do not occupy a thread each."""
     service = start()

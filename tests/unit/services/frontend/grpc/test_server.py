@@ -466,7 +466,6 @@ def test_health_watch_reports_changes(serve, small):
         said.cancel()
 
 
-@pytest.mark.private_interface("grpc", "a watcher that does not read keeps a thread")
 def test_watchers_that_do_not_read_block_no_others(serve, small):
     server = serve()
     watching = server.server._health._watchers

@@ -21,7 +21,7 @@ from services.frontend.http.server import HttpPortOptions, HttpServer
 from services.frontend.listening import listen
 from tests.support.server_thread import Running
 
-pytestmark = pytest.mark.private_interface("http", "no head is known")
+pytestmark = pytest.mark.private_interface("no head is known")
 
 KEYS = [1 + n % 9 for n in range(2000)]
 HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -202,7 +202,7 @@ def test_plain_text_connection_is_closed(serve, tls, shows):
         assert client.ready()
 
 
-@pytest.mark.private_interface("http", "CONNECT is an unknown method")
+@pytest.mark.private_interface("CONNECT is an unknown method")
 def test_connect_is_rejected(serve, tls, shows):
     """As without TLS; bytes after it are not read."""
     server = serve(tls)

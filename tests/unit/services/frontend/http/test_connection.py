@@ -14,10 +14,10 @@ from services.frontend.http.connection_bounds import MAX_HEAD_BYTES
 from services.frontend.http.protocol.cycle import resume_coroutine
 
 PATH = "/v2/models/words.lookup/infer"
-private = partial(pytest.mark.private_interface, "http")
+private = partial(pytest.mark.private_interface)
 
 
-@pytest.mark.private_interface("http", "no head is known")
+@pytest.mark.private_interface("no head is known")
 def test_request_with_cached_head_is_answered_within_data_received(http):
     async def scenario():
         protocol, wire = http.connect()
@@ -138,7 +138,7 @@ def test_long_bodies_do_not_count_towards_the_head_limit(http):
     http.run(scenario)
 
 
-@pytest.mark.private_interface("http", "idle connections are closed at once")
+@pytest.mark.private_interface("idle connections are closed at once")
 def test_last_answer_of_a_stopping_server_closes_the_connection(http):
     async def scenario():
         protocol, wire = http.connect()

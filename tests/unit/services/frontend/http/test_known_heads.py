@@ -14,7 +14,7 @@ from hps.observability import metric_names as m
 from services.frontend.http.response import HttpResponseEncoder
 from services.frontend.http.routes import inference_paths
 
-pytestmark = pytest.mark.private_interface("http", "no head is known")
+pytestmark = pytest.mark.private_interface("no head is known")
 
 PATH = "/v2/models/words.lookup/infer"
 

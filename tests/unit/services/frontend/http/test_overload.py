@@ -68,7 +68,7 @@ async def saturate(http, app, slow, more=""):
     return protocol, wire, slot_holder
 
 
-@pytest.mark.private_interface("http", "no head is known")
+@pytest.mark.private_interface("no head is known")
 @pytest.mark.parametrize("cut", [0, 1, 40, None], ids=["head", "a byte", "pieces", "whole"])
 def test_request_with_cached_head_is_rejected_without_parsing(
     small, slow, limited, http, monkeypatch, cut
@@ -102,7 +102,7 @@ def test_request_with_cached_head_is_rejected_without_parsing(
     assert rejections(small) == {"queue_full": 2}
 
 
-@pytest.mark.private_interface("http", "no head is known")
+@pytest.mark.private_interface("no head is known")
 def test_request_that_arrives_with_the_end_of_a_discarded_body_is_answered(
     small, slow, limited, http
 ):
@@ -122,7 +122,7 @@ def test_request_that_arrives_with_the_end_of_a_discarded_body_is_answered(
     http.run(refuse)
 
 
-@pytest.mark.private_interface("http", "no head is known")
+@pytest.mark.private_interface("no head is known")
 def test_connection_closes_when_a_discarded_body_stalls(small, slow, limited, http):
     app = limited(running=1, queue=0)
 
@@ -139,7 +139,7 @@ def test_connection_closes_when_a_discarded_body_stalls(small, slow, limited, ht
     http.run(stop)
 
 
-@pytest.mark.private_interface("http", "no head is known")
+@pytest.mark.private_interface("no head is known")
 def test_expired_key_with_cached_head_is_rejected_as_such_in_an_overload(
     small, slow, limited, http, key_guard, monkeypatch
 ):

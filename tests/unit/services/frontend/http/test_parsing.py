@@ -35,7 +35,7 @@ LARGE = {
 }
 
 
-@pytest.mark.private_interface("http", "uvicorn answers invalid requests in text")
+@pytest.mark.private_interface("uvicorn answers invalid requests in text")
 @pytest.mark.parametrize("piece", [256 << 10, 1000])
 @pytest.mark.parametrize("sent", LARGE.values(), ids=LARGE)
 def test_head_or_trailers_beyond_the_limit_are_rejected(http, sent, piece):
@@ -69,7 +69,7 @@ BAD = {
 }
 
 
-@pytest.mark.private_interface("http", "uvicorn answers invalid requests in text")
+@pytest.mark.private_interface("uvicorn answers invalid requests in text")
 @pytest.mark.parametrize("piece", [1 << 20, 100])
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
@@ -108,7 +108,7 @@ def test_invalid_body_after_its_answer_gets_no_second_answer(http):
     http.run(scenario)
 
 
-@pytest.mark.private_interface("http", "uvicorn answers invalid requests in text")
+@pytest.mark.private_interface("uvicorn answers invalid requests in text")
 def test_invalid_http_is_rejected(http):
     async def scenario():
         protocol, wire = http.connect()
@@ -134,7 +134,7 @@ def test_body_before_a_head_does_not_count_towards_the_head_limit(http):
     http.run(scenario)
 
 
-@pytest.mark.private_interface("http", "h11 parses")
+@pytest.mark.private_interface("h11 parses")
 @pytest.mark.parametrize("piece", [256 << 10, 1000])
 @pytest.mark.parametrize("tail", [b"", b"what?\r\n\r\n"])
 def test_pipeline_is_bounded_and_answered_in_order(small, http, tail, piece):
@@ -165,7 +165,7 @@ def test_pipeline_is_bounded_and_answered_in_order(small, http, tail, piece):
     http.run(scenario)
 
 
-@pytest.mark.private_interface("http", "h11 parses")
+@pytest.mark.private_interface("h11 parses")
 def test_long_body_of_known_length_is_passed_in_two_slices(http, monkeypatch):
     """The part that arrived with its head in one slice, the rest in another."""
     fed = []
@@ -228,7 +228,7 @@ def any_app(request, data, admin):
     return {"data": data, "admin": admin}[request.param]
 
 
-@pytest.mark.private_interface("http", "CONNECT is an unknown method")
+@pytest.mark.private_interface("CONNECT is an unknown method")
 @pytest.mark.parametrize("piece", [1 << 20, 1])
 @pytest.mark.parametrize("more", [b"", UPGRADE, b"Content-Length: 3\r\n"])
 @pytest.mark.parametrize("target", [b"/v2", b"other:80", b"*", b"/v2/models/words.lookup/infer"])
@@ -277,7 +277,7 @@ def test_upgrade_offer_creates_one_parser(http, admin, parsers, method, body, of
     assert len(parsers) <= 2
 
 
-@pytest.mark.private_interface("http", "uvicorn answers invalid requests in text")
+@pytest.mark.private_interface("uvicorn answers invalid requests in text")
 @pytest.mark.parametrize("piece", [1 << 20, 1])
 @pytest.mark.parametrize("more", [b"", UPGRADE])
 @pytest.mark.parametrize("version", [b"2.0", b"1.1"])

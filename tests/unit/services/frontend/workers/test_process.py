@@ -15,8 +15,6 @@ from services.frontend.workers.channel import ControlChannelWorker
 from services.frontend.workers.process import WorkerProcess
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.usefixtures("no_grpc")
-
 
 class Started:
     """A worker of a node that loads forever."""

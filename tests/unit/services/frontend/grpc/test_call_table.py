@@ -1,9 +1,7 @@
-"""The call acceptor: calls answered on grpc's core thread, on other threads, and grpc's usual way."""
+"""The calls of a port: on the event loop and on other threads, their limits, calls without requests."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from contextlib import closing
 
@@ -17,73 +15,22 @@ from hps.errors import BadRequest
 from services.frontend.grpc import listener as port
 from services.frontend.grpc import responders
 from services.frontend.grpc import slow_readers as unsent_module
-from services.frontend.grpc.core import call_acceptor as module
-from services.frontend.grpc.core import probe
-from services.frontend.grpc.core import unary_call as unary
+from services.frontend.grpc.http2 import calls as module
+from services.frontend.grpc.http2 import unary_call as unary
 from services.frontend.grpc.service import SERVICE
-from services.frontend.grpc.thread_calls import ThreadPoolCalls
 from tests.support.http2_client import Http2Client
 from tests.support.waiting import until
-from tests.unit.services.frontend.grpc.test_server import keys, row
-
-pytestmark = pytest.mark.private_interface("grpc", "asserts how calls are taken from grpc's core")
+from tests.unit.services.frontend.grpc.test_server import keys
 
 
-@pytest.fixture
-def fresh_probe(monkeypatch):
-    """The probe without its cached result."""
-    monkeypatch.setattr(probe, "is_supported", probe.is_supported.__wrapped__)
-    monkeypatch.setattr(probe, "_TIMEOUT_S", 0.5)
-    return probe
+def streams(running):
+    """The streams that are open on a running server's connections."""
+    return [
+        each for connection in running.server.context.connections for each in connection.streams
+    ]
 
 
-def test_probe_accepts_installed_grpc(fresh_probe, caplog):
-    assert fresh_probe.is_supported()
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (module._AcceptedMethod, "ask"),
-        (module.cygrpc, "SendMessageOperation"),
-        (unary.UnaryCall, "receive"),
-    ],
-    ids=["request", "answer", "message"],
-)
-def test_probe_rejects_grpc_whose_internals_fail(fresh_probe, monkeypatch, caplog, owner, name):
-    def fail(*_):
-        raise AttributeError(name)
-
-    monkeypatch.setattr(owner, name, fail)
-    assert not fresh_probe.is_supported()
-    (record,) = [each for each in caplog.records if each.name == probe.__name__]
-    assert record.levelname == "WARNING"
-    assert "using one thread per call" in record.message
-
-
-def test_unsupported_grpc_answers_calls_on_threads(serve, monkeypatch):
-    monkeypatch.setattr(probe, "is_supported", lambda: False)
-    assert isinstance(serve().server.acceptor, ThreadPoolCalls)
-
-
-def test_setting_chooses_threads_without_a_probe(serve, monkeypatch):
-    monkeypatch.setattr(probe, "is_supported", lambda: 1 / 0)
-    assert isinstance(serve(grpc={"calls": "threads"}).server.acceptor, ThreadPoolCalls)
-
-
-def test_watchers_that_do_not_read_leave_other_calls_their_threads(serve):
-    with closing(Http2Client(url := serve(grpc={"calls": "threads"}).server.url)) as unresponsive:
-        for _ in range(40):
-            unresponsive.call("/grpc.health.v1.Health/Watch")
-        with grpc.insecure_channel(url) as channel:
-            check = channel.unary_unary("/grpc.health.v1.Health/Check")
-            assert check(b"", timeout=60) == b"\x08\x01"
-        with triton.InferenceServerClient(url) as client:
-            assert client.is_server_live(client_timeout=60)
-
-
-def test_lookups_from_memory_are_answered_on_the_acceptors_thread(serve, small, monkeypatch):
+def test_lookups_from_memory_are_answered_on_the_event_loop(serve, small, monkeypatch):
     endpoint = type(small.state.entries["words.lookup"].endpoint)
     names = []
     submit = endpoint.submit
@@ -100,41 +47,6 @@ def test_lookups_from_memory_are_answered_on_the_acceptors_thread(serve, small, 
             client.infer("words.lookup", [keys("left", 1)])
     assert len(set(names)) == 1
     assert not names[0].startswith("grpc-")
-
-
-def test_calls_run_on_threads_if_grpc_is_unsupported(serve, monkeypatch):
-    monkeypatch.setattr(probe, "is_supported", lambda: False)
-    with triton.InferenceServerClient(serve().server.url) as client:
-        for key in (1, 12):  # in memory, in the store
-            answer = client.infer("words.lookup", [keys("left", key)])
-            assert answer.as_numpy("left").tolist() == [row(key, 3)]
-        assert client.is_server_live()
-        with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
-            client.infer("none", [keys("left", 1)])
-        with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
-            client.get_model_metadata("none")
-
-
-def test_health_has_threads_if_grpc_is_unsupported_and_many_calls_send_no_request(
-    serve, monkeypatch
-):
-    monkeypatch.setattr(probe, "is_supported", lambda: False)
-    gate = threading.Event()
-
-    def nothing():
-        gate.wait(60)
-        yield from ()
-
-    with grpc.insecure_channel(serve().server.url) as channel:
-        waiting = [
-            channel.stream_unary(f"/{SERVICE}/ModelInfer").future(nothing()) for _ in range(20)
-        ]
-        assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60) == b"\x08\x01"
-        watched = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
-        assert next(watched) == b"\x08\x01"
-        watched.cancel()
-        gate.set()
-        assert all(call.exception(timeout=60) for call in waiting)
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ServerLive"])
@@ -179,11 +91,6 @@ def test_api_key_is_checked_once_per_call(serve, key_guard, monkeypatch):
     with triton.InferenceServerClient(serve(key_guard).server.url) as client:
         client.infer("words.lookup", [keys("left", 1)], headers={"x-api-key": "r" * 16})
         assert len(checks) == 1
-    monkeypatch.setattr(probe, "is_supported", lambda: False)  # on a thread, which checks it again
-    with triton.InferenceServerClient(serve(key_guard).server.url) as client:
-        client.infer("words.lookup", [keys("left", 1)], headers={"x-api-key": "r" * 16})
-        with pytest.raises(triton.InferenceServerException, match="UNAUTHENTICATED"):
-            client.infer("words.lookup", [keys("left", 1)])
 
 
 @pytest.mark.parametrize("method", [f"{SERVICE}/ModelInfer", "hps.v1.Lookup/Lookup"])
@@ -200,7 +107,7 @@ def test_key_that_expires_before_the_message_arrives_is_rejected(
     with grpc.insecure_channel(server.url) as channel:
         key = [("x-api-key", "r" * 16)]
         call = channel.stream_unary(f"/{method}").future(request(), timeout=60, metadata=key)
-        until(lambda: server.acceptor._expected)
+        until(lambda: server.calls._expected)
         monkeypatch.setattr(key_guard._keys, "authenticate", lambda _key: None)
         revoked.set()
         with pytest.raises(grpc.RpcError) as caught:
@@ -217,9 +124,9 @@ def test_rejected_calls_end(serve, key_guard, method):
             with pytest.raises(grpc.RpcError) as caught:
                 channel.unary_unary(f"/{SERVICE}/{method}")(b"", timeout=60)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    until(lambda: not running.server._server._state.rpc_states)
-    assert not running.server.acceptor.requests.open
-    assert not running.server.acceptor.auxiliary.open
+    until(lambda: not streams(running))
+    assert not running.server.calls.requests.open
+    assert not running.server.calls.auxiliary.open
 
 
 def test_invalid_message_is_rejected(serve):
@@ -242,7 +149,7 @@ def test_internal_error_does_not_end_the_server(serve, small, monkeypatch):
 @pytest.mark.alone
 def test_ended_calls_are_not_counted(serve, small):
     server = serve()
-    state, requests = server.server._server._state, server.server.acceptor.requests.open
+    requests = server.server.calls.requests.open
     small.store.gate.clear()
     with triton.InferenceServerClient(server.server.url) as client:
         client.infer("words.lookup", [keys("left", 1)])
@@ -254,45 +161,15 @@ def test_ended_calls_are_not_counted(serve, small):
             lambda: small.store.fetches > begun
         )  # a call that has not begun has no work to wait for
         left.cancel()
-        until(lambda: not state.rpc_states)
+        until(lambda: not streams(server))
         assert requests  # its work still runs
         small.store.gate.set()
         until(lambda: not requests)
 
 
-SERVER = """
-import services.frontend.grpc, grpc, os
-from concurrent.futures import ThreadPoolExecutor
-server = grpc.server(ThreadPoolExecutor(1))
-echo = grpc.unary_unary_rpc_method_handler(lambda message, context: message)
-server.add_registered_method_handlers("test", {"Echo": echo})
-print(server.add_insecure_port("127.0.0.1:0"), flush=True)
-server.start()
-input()
-woken = 0
-for task in os.listdir("/proc/self/task"):
-    status = open(f"/proc/self/task/{task}/status").read()
-    if "event_engine" in status:
-        woken += int(status.split("voluntary_ctxt_switches:")[1].split()[0])
-print(woken)
-"""
-
-
-def test_grpcs_event_engine_is_disabled():
-    """It would pass every request through other threads once more."""
-    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", SERVER], **pipe) as server:
-        with grpc.insecure_channel(f"127.0.0.1:{int(server.stdout.readline())}") as channel:
-            echo = channel.unary_unary("/test/Echo")
-            for _ in range(3_000):  # so many that the periodic work of its threads is negligible
-                echo(b"", timeout=60)
-        woken, _ = server.communicate("\n", timeout=60)
-    assert int(woken) < 2_000
-
-
 def test_calls_without_a_request_block_no_others_and_end(serve, monkeypatch):
     monkeypatch.setattr(module, "_REQUEST_TIMEOUT_S", 0.0)
-    monkeypatch.setattr(module, "_SWEEP_S", 2.0)
+    monkeypatch.setattr(module, "SWEEP_S", 2.0)
     server = serve()
     gate = threading.Event()
 
@@ -358,9 +235,9 @@ def test_server_continues_if_cancelling_a_calls_work_fails(serve, small, monkeyp
     with triton.InferenceServerClient(server.server.url) as client:
         monkeypatch.setattr(unary.UnaryCall, "waits_for", lambda self, _: self.when_gone(broken))
         left = client.async_infer("words.lookup", [keys("left", 12)], lambda result, error: None)
-        until(lambda: server.server.acceptor.requests.open)
+        until(lambda: server.server.calls.requests.open)
         left.cancel()
-        until(lambda: not server.server._server._state.rpc_states)
+        until(lambda: not streams(server))
         small.store.gate.set()
         client.infer("words.lookup", [keys("left", 1)])
 
@@ -377,7 +254,7 @@ def test_error_text_that_is_not_unicode_is_sent_with_replacements(serve, monkeyp
         pytest.raises(triton.InferenceServerException, match=r"INVALID_ARGUMENT.*lone: \?"),
     ):
         client.get_model_repository_index(client_timeout=60)
-    until(lambda: not server.server.acceptor.auxiliary.open)
+    until(lambda: not server.server.calls.auxiliary.open)
 
 
 def test_rejection_of_a_caller_stays_although_its_key_becomes_valid(
@@ -403,7 +280,7 @@ def test_rejection_of_a_caller_stays_although_its_key_becomes_valid(
     assert made == []
 
 
-def test_large_requests_do_not_block_the_acceptors_thread(serve, small, monkeypatch):
+def test_large_requests_do_not_block_the_event_loop(serve, small, monkeypatch):
     endpoint = type(small.state.entries["words.lookup"].endpoint)
     names = []
     submit = endpoint.submit
@@ -433,19 +310,18 @@ def test_long_error_details_arrive(client):
 def test_answers_that_the_client_does_not_read_are_dropped(serve, monkeypatch, limit):
     monkeypatch.setattr(unsent_module, "_SWEEP_S", 0.01)
     server = serve()
-    state = server.server._server._state
     values = [1] * 1900  # one frame of request, more than 16 KiB of answer
     request = pb.ModelInferRequest(model_name="words.lookup")
     request.inputs.add(name="left", datatype="INT64", shape=[len(values), 1])
     request.raw_input_contents.append(np.array(values).tobytes())
     with closing(Http2Client(server.server.url)) as stalled:
         stalled.call(f"/{SERVICE}/ModelInfer", request.SerializeToString())
-        noted = server.server.acceptor.slow_readers._answers
+        noted = server.server.calls.slow_readers._answers
         until(lambda: noted)
         with triton.InferenceServerClient(server.server.url) as client:
             client.infer("words.lookup", [keys("left", *values)])
         until(lambda: len(noted) == 1)  # that one was read
-        assert len(state.rpc_states) == 1
+        assert len(streams(server)) == 1
         monkeypatch.setattr(unsent_module, limit, -1.0)
-        until(lambda: not state.rpc_states)
+        until(lambda: not streams(server))
         assert not noted

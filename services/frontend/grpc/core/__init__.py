@@ -1,1 +1,0 @@
-"""Call handling on grpc's core, below grpc's public server interface."""

@@ -1,0 +1,300 @@
+"""A gRPC connection on the event loop: from HTTP/2 frames to calls, from answers to frames."""
+
+from __future__ import annotations
+
+from services.frontend.grpc.http2 import frames
+from services.frontend.grpc.http2.answering import AnsweringConnection
+from services.frontend.grpc.http2.frames import (
+    ACK,
+    END_HEADERS,
+    END_STREAM,
+    MAX_WINDOW,
+    ConnectionFailed,
+    ErrorCode,
+    StreamFailed,
+)
+from services.frontend.grpc.http2.headers import (
+    CallHead,
+    HeaderDecoder,
+)
+from services.frontend.grpc.http2.limits import (
+    LARGE_BLOCK_BYTES_PER_FRAME,
+    MAX_BLOCK_BYTES,
+    MAX_BLOCK_FRAMES,
+    MAX_HEADER_LIST_BYTES,
+    FrameBudget,
+)
+from services.frontend.grpc.http2.messages import (
+    ACCEPTED_ENCODINGS,
+    CallFailed,
+    require_encoding,
+)
+from services.frontend.grpc.http2.port import PortContext
+from services.frontend.grpc.http2.preface import NotHttp2, preface_size
+from services.frontend.grpc.http2.status_codes import RESOURCE_EXHAUSTED, UNIMPLEMENTED
+from services.frontend.grpc.http2.streams import BidiStream, Stream
+from services.frontend.grpc.http2.unary_call import UnaryCall
+from services.frontend.grpc.method_handlers import BidiStreamHandler
+
+# The connection's window is returned in steps of this size. It does not limit clients; streams' windows do.
+_RETURNED_BYTES = 1 << 28
+
+
+class GrpcConnection(AnsweringConnection):
+    """One client's connection. All of it runs on the event loop.
+
+    Frames are read from the bytes of each arrival; those of a connection are answered in one write. The
+    client must know that the server speaks HTTP/2 (prior knowledge, or ALPN with TLS).
+    """
+
+    def __init__(self, port: PortContext) -> None:
+        super().__init__(port)
+        self._rest = b""  # the beginning of a frame
+        self._headers = HeaderDecoder()
+        self._budget = FrameBudget()
+        self._taken = 0  # bytes of data by which the connection's window has shrunk
+        self._is_over = False
+        # A header block that continues: its stream, its flags and its fragments.
+        self._block: tuple[int, int, list[bytes]] | None = None
+
+    # Receiving
+
+    def data_received(self, data: bytes) -> None:
+        if self._rest:
+            data = self._rest + data
+        sender = self.sender
+        sender.cork()
+        try:
+            if self.has_preface:
+                self._rest = self._read(data, 0)
+            else:
+                self._read_preface(data)
+        except ConnectionFailed as error:
+            self._is_over = True
+            self._close_with(error.code, str(error))
+        finally:
+            sender.uncork()
+
+    def _read_preface(self, data: bytes) -> None:
+        try:
+            size = preface_size(data)
+        except NotHttp2 as error:
+            self._is_over = True
+            self.sender.write(error.answer)
+            self.sender.uncork()
+            self.transport.close()
+            return
+        if size:
+            self.greet()
+        self._rest = self._read(data, size) if size else data
+
+    def _read(self, data: bytes, at: int) -> bytes:
+        """Process the frames in ``data`` from ``at`` on; return the beginning of the next one."""
+        end, unpack = len(data), frames.HEADER.unpack_from
+        while end - at >= frames.HEADER_BYTES and not self._is_over:
+            high, low, kind, flags, stream_id = unpack(data, at)
+            if high or low > frames.MAX_FRAME_BYTES:
+                raise ConnectionFailed(ErrorCode.FRAME_SIZE_ERROR, "a frame is too large")
+            begin = at + frames.HEADER_BYTES
+            stop = begin + low
+            if stop > end:
+                break
+            at = stop
+            payload = data[begin:stop]
+            stream_id &= MAX_WINDOW
+            try:
+                if self._block is not None and kind != frames.CONTINUATION:
+                    raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "CONTINUATION expected")
+                if kind == frames.DATA:
+                    self._data(stream_id, flags, payload)
+                elif kind == frames.HEADERS:
+                    self._begin_block(stream_id, flags, payload)
+                else:
+                    self._control(kind, flags, stream_id, payload)
+            except StreamFailed as error:
+                self._fail_stream(stream_id, error)
+            except CallFailed as error:
+                if (stream := self.streams.get(stream_id)) is not None:
+                    stream.fault(error.code, error.details)
+        return data[at:] if at < end else b""
+
+    def _data(self, stream_id: int, flags: int, payload: bytes) -> None:
+        size = len(payload)
+        self._taken += size
+        if self._taken >= _RETURNED_BYTES:
+            self.grant(0, self._taken)
+            self._taken = 0
+        if flags & frames.PADDED:
+            payload = frames.unpadded(payload, flags, frames.DATA)
+        is_last = flags & END_STREAM
+        if not payload and not is_last:
+            self._spend()
+        stream = self.streams.get(stream_id)
+        if stream is None:
+            if not stream_id or stream_id > self.last_stream:
+                raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "DATA without a call")
+            return  # the stream has ended; the client may not know yet
+        if stream.is_half_closed:
+            raise StreamFailed(ErrorCode.STREAM_CLOSED, "DATA after END_STREAM")
+        stream.receive(payload, size, is_last=bool(is_last))
+
+    def _begin_block(self, stream_id: int, flags: int, payload: bytes) -> None:
+        if not stream_id & 1:
+            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "invalid stream of HEADERS")
+        if flags & (frames.PADDED | frames.PRIORITIZED):
+            payload = frames.unpadded(payload, flags, frames.HEADERS)
+        if flags & END_HEADERS:
+            self._head(stream_id, flags, payload)
+        else:
+            self._block = stream_id, flags, [payload]
+
+    def _continuation(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if self._block is None or self._block[0] != stream_id:
+            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "unexpected CONTINUATION")
+        _, begin_flags, fragments = self._block
+        fragments.append(payload)
+        if len(fragments) > MAX_BLOCK_FRAMES or sum(map(len, fragments)) > MAX_BLOCK_BYTES:
+            text = f"a header block exceeds {MAX_BLOCK_BYTES} bytes or {MAX_BLOCK_FRAMES} frames"
+            raise ConnectionFailed(ErrorCode.ENHANCE_YOUR_CALM, text)
+        if flags & END_HEADERS:
+            self._block = None
+            self._head(stream_id, begin_flags, b"".join(fragments))
+
+    def _head(self, stream_id: int, flags: int, block: bytes) -> None:
+        """Begin the call of a header block, or end a request with trailers."""
+        if len(block) > MAX_HEADER_LIST_BYTES:
+            self._spend(len(block) // LARGE_BLOCK_BYTES_PER_FRAME)
+        if stream_id <= self.last_stream:
+            self._headers.decode(block)  # keeps the decoder's table in step
+            stream = self.streams.get(stream_id)
+            if stream is None or stream.is_half_closed:
+                raise StreamFailed(ErrorCode.STREAM_CLOSED, "HEADERS after the call's end")
+            if not flags & END_STREAM:
+                raise StreamFailed(ErrorCode.PROTOCOL_ERROR, "trailers without END_STREAM")
+            stream.end_by_trailers()
+            return
+        if self._is_last_known:
+            self._headers.decode(block)
+            return  # after GOAWAY: the client makes the call elsewhere
+        self.last_stream = stream_id
+        head = self._headers.call_head(block)
+        open_calls = max(len(self.streams), self.running)
+        if open_calls >= self.port.settings.max_calls_per_connection:
+            raise StreamFailed(ErrorCode.REFUSED_STREAM, "too many calls")
+        self._begin_call(stream_id, head)
+        if flags & END_STREAM and (begun := self.streams.get(stream_id)) is not None:
+            begun.end_by_trailers()
+
+    def _begin_call(self, stream_id: int, head: CallHead) -> None:
+        handler = self.port.methods.get(head.path)
+        if handler is None or head.http_error or head.is_too_large or head.encoding != "identity":
+            stream = self.streams[stream_id] = Stream(self, stream_id, head)
+            if not self._is_acceptable(stream, known=handler is not None):
+                return
+        if isinstance(handler, BidiStreamHandler):
+            opened = self.streams[stream_id] = BidiStream(self, stream_id, head)
+            opened.call = self.port.stream_call(self, opened, head, handler)
+        elif handler is not None:
+            call = self.streams[stream_id] = UnaryCall(self, stream_id, head, handler)
+            self.running += 1
+            self.port.calls.take(call)
+
+    def _is_acceptable(self, stream: Stream, *, known: bool) -> bool:
+        """Answer a request that cannot become a call; return True if it can."""
+        head = stream.head
+        if head.http_error:
+            self.end_with_http_error(stream, head.http_error)
+        elif head.is_too_large:
+            text = f"the call's metadata exceed {MAX_HEADER_LIST_BYTES} bytes"
+            self.end(stream, RESOURCE_EXHAUSTED, text)
+        elif not known:
+            self.end(stream, UNIMPLEMENTED, f"method not found: {head.path[:200]}")
+        else:
+            try:
+                require_encoding(head.encoding)
+            except CallFailed as error:
+                self.end(stream, error.code, error.details, ACCEPTED_ENCODINGS)
+            else:
+                return True
+        return False
+
+    # Frames of control
+
+    def _control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        if kind == frames.WINDOW_UPDATE:
+            self._window_update(stream_id, payload)
+        elif kind == frames.CONTINUATION:
+            self._continuation(flags, stream_id, payload)
+        elif kind == frames.PUSH_PROMISE:
+            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE of a client")
+        elif kind == frames.PING and flags & ACK:
+            self.ping_answered(payload)
+        else:
+            self._spend()
+            handle = _CONTROL.get(kind)
+            if handle is not None:
+                handle(self, flags, stream_id, payload)
+
+    def _window_update(self, stream_id: int, payload: bytes) -> None:
+        frames.require_size(payload, 4, "WINDOW_UPDATE")
+        size = int.from_bytes(payload, "big") & MAX_WINDOW
+        if not stream_id:
+            if not size:
+                raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE of 0")
+            self.sender.widen(size)
+            return
+        stream = self.streams.get(stream_id)
+        if stream is not None:
+            if not size:
+                raise StreamFailed(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE of 0")
+            self.sender.widen_stream(stream, size)
+        elif stream_id > self.last_stream:
+            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE without a call")
+
+    def _settings(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if stream_id:
+            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "SETTINGS of a stream")
+        if flags & ACK:
+            frames.require_size(payload, 0, "SETTINGS with ACK")
+            return
+        self.sender.write(frames.SETTINGS_ACK)
+        self.sender.apply_settings(payload)
+
+    def _ping(self, _flags: int, stream_id: int, payload: bytes) -> None:
+        frames.require_size(payload, 8, "PING")
+        if stream_id:
+            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "PING of a stream")
+        self.sender.write(frames.frame(frames.PING, ACK, 0, payload))
+
+    def _reset_by_client(self, _flags: int, stream_id: int, payload: bytes) -> None:
+        frames.require_size(payload, 4, "RST_STREAM")
+        if not stream_id or stream_id > self.last_stream:
+            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "RST_STREAM without a call")
+        self._drop(stream_id)
+
+    def _priority(self, _flags: int, _stream_id: int, payload: bytes) -> None:
+        frames.require_size(payload, 5, "PRIORITY")
+
+    def _spend(self, cost: int = 1) -> None:
+        if not self._budget.spend(cost):
+            raise ConnectionFailed(ErrorCode.ENHANCE_YOUR_CALM, "too many useless frames")
+
+    def _fail_stream(self, stream_id: int, error: StreamFailed) -> None:
+        self._spend()
+        self.sender.write(frames.reset(stream_id, error.code))
+        self._drop(stream_id)
+
+    def _drop(self, stream_id: int) -> None:
+        stream = self.streams.pop(stream_id, None)
+        if stream is not None:
+            self.sender.forget(stream)
+            stream.gone()
+            self.close_if_drained()
+
+
+_CONTROL = {
+    frames.PRIORITY: GrpcConnection._priority,
+    frames.RST_STREAM: GrpcConnection._reset_by_client,
+    frames.SETTINGS: GrpcConnection._settings,
+    frames.PING: GrpcConnection._ping,
+}
