@@ -491,10 +491,6 @@ class ChannelClient:
     def receive(self, timeout_ms: int) -> list[tuple[int, int, NDArray[np.uint8], int, int, int]]:
         """Wait for answers: ticket, status, data, samples complete on the device, launch and end in ns."""
 
-    def spin(self, most_us: int) -> bool:
-        """Wait for an answer without sleep, at most ``most_us``; True if one has arrived. `sleep` must
-        follow."""
-
     def sleep(self) -> bool:
         """Announce that ``woken`` is watched until it is readable; False if an answer has arrived."""
 

@@ -327,11 +327,6 @@ class Client {
     return found;
   }
 
-  bool spin(std::uint32_t most_us) {
-    const WithoutGil released;
-    return client_.spin(most_us);
-  }
-
   bool sleep() { return client_.sleep(); }
   void interrupt() { client_.interrupt(); }
   std::size_t capacity() const { return client_.capacity(); }
@@ -443,7 +438,6 @@ void bind_scheduler(nb::module_& m) {
            nb::arg("batch"), nb::arg("deadline_ns"), nb::arg("message"), nb::arg("start"),
            nb::arg("layout"), nb::arg("out_bytes"), nb::arg("reply_bytes"))
       .def("receive", &Client::receive, nb::arg("timeout_ms"))
-      .def("spin", &Client::spin, nb::arg("most_us"))
       .def("sleep", &Client::sleep)
       .def("interrupt", &Client::interrupt)
       .def_prop_ro("capacity", &Client::capacity);

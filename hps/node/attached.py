@@ -75,10 +75,6 @@ class Attached(SyncedModels):
         """See `OpenModels.complete_on`."""
         self._scheduler.complete_on(loop)
 
-    def wait_briefly(self) -> None:
-        """See `OpenModels.wait_briefly`."""
-        self._scheduler.wait_briefly()
-
     def ask_node(self, what: str, timeout_s: float = 5.0, **fields: Any) -> Any:
         """Send a query to the node's process; see `hps.tiers.node.NodeServer`.
 

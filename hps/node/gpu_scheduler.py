@@ -114,10 +114,6 @@ class NodeScheduler:
         """See `SchedulerClient.complete_on`."""
         self._client.complete_on(loop)
 
-    def wait_briefly(self) -> None:
-        """See `SchedulerClient.wait_briefly`."""
-        self._client.wait_briefly()
-
     def listen(self, folder: Path) -> None:
         """Open the socket for other processes in ``folder``, which is private to this user."""
         self._listener = ChannelListener(folder, self._host)

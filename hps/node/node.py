@@ -76,11 +76,6 @@ class Node(OpenModels):
         if self.scheduler is not None:
             self.scheduler.complete_on(loop)
 
-    def wait_briefly(self) -> None:
-        """See `OpenModels.wait_briefly`."""
-        if self.scheduler is not None:
-            self.scheduler.wait_briefly()
-
     def lookup_on_device(
         self,
         model: str,

@@ -95,11 +95,6 @@ class NodeSchedulerClient:
             if self._client is not None:
                 self._client.complete_on(loop)
 
-    def wait_briefly(self) -> None:
-        """See `SchedulerClient.wait_briefly`."""
-        if (client := self._client) is not None:
-            client.wait_briefly()
-
     def _close(self) -> None:
         if self._client is not None:
             self._client.close()

@@ -101,11 +101,6 @@ class OpenModels:
 
         Nothing on that thread may wait for a prediction."""
 
-    def wait_briefly(self) -> None:
-        """Wait for the answer of a GPU's scheduler on this thread, some hundred microseconds at most.
-
-        It gets a single prediction sooner than `complete_on` alone, but this thread does nothing else."""
-
     def lookup(
         self,
         model: str,

@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,7 +12,6 @@
 #include <stdexcept>
 
 #include "hps/relaxed.hpp"
-#include "hps/spin.hpp"
 
 namespace hps {
 
@@ -22,6 +22,16 @@ namespace {
 constexpr float kOftenMissing = 0.125F, kRecent = 1.0F / 16;
 // Bounds of a report.
 constexpr std::size_t kReportedTimes = 4096, kReportedKeys = 1 << 12;
+
+std::int64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * std::int64_t{1'000'000'000} + now.tv_nsec;
+}
+
+void pause_briefly() {
+  for (int i = 0; i < 16; ++i) cpu_relax();
+}
 
 std::uint64_t sum(const std::vector<std::uint32_t>& widths) {
   std::uint64_t total = 0;

@@ -10,8 +10,6 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "hps/spin.hpp"
-
 namespace hps {
 
 namespace {
@@ -148,19 +146,6 @@ void ChannelClient::receive(std::vector<RequestSlot*>& answered, int timeout_ms)
   const std::uint32_t end = header.completed.at.load(std::memory_order_acquire);
   for (; at != end; ++at) answered.push_back(&memory_.slot(header.completions[at % kRing]));
   header.received.at.store(at, std::memory_order_release);
-}
-
-bool ChannelClient::spin(std::uint32_t most_us) {
-  ChannelHeader& header = memory_.header();
-  header.client_sleeps.store(0, std::memory_order_seq_cst);
-  const std::int64_t end = now_ns() + most_us * std::int64_t{1000};
-  // Another thread may receive the answer meanwhile, and ends this wait, too.
-  const std::uint32_t received = header.received.at.load(std::memory_order_relaxed);
-  while (header.completed.at.load(std::memory_order_acquire) == received) {
-    if (now_ns() >= end) return false;
-    pause_briefly();
-  }
-  return true;
 }
 
 bool ChannelClient::sleep() {

@@ -22,9 +22,6 @@ from hps.types import PredictResult
 
 log = logging.getLogger(__name__)
 _WAIT_MS = 1_000
-# The longest wait of `SchedulerClient.wait_briefly`, and the calls without a wait after one that was not
-# alone or got no answer: at first, and at most.
-_SPIN_US, _SKIP_FIRST, _SKIP_MOST = 300, 16, 4_096
 
 
 class Status(IntEnum):
@@ -87,7 +84,6 @@ class SchedulerClient:
         self._closed = ""
         self._woken = files.woken
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._skip, self._skip_next = 0, _SKIP_FIRST
         self._thread = threading.Thread(
             target=self._receive, name="hps-scheduler-answers", daemon=True
         )
@@ -101,27 +97,6 @@ class SchedulerClient:
         self._channel.interrupt()
         self._thread.join()
         loop.add_reader(self._woken, self._drain)
-        self._drain()
-
-    def wait_briefly(self) -> None:
-        """Wait for the answer of the only request in flight on this thread, at most ``_SPIN_US``.
-
-        The thread does not sleep, and no other has to wake, whose core may have slept: the answer arrives
-        sooner. Returns immediately while requests overlap, since this thread would hold up the others, and
-        while answers take longer, as when the GPU is busy or the scheduler waits for this thread's core."""
-        in_flight = len(self._waiting)
-        if in_flight > 1:
-            self._skip = max(self._skip, _SKIP_FIRST)
-        if in_flight != 1 or self._loop is None:
-            return
-        if self._skip:
-            self._skip -= 1
-            return
-        if self._channel.spin(_SPIN_US):
-            self._skip_next = _SKIP_FIRST
-        else:
-            self._skip = self._skip_next
-            self._skip_next = min(2 * self._skip_next, _SKIP_MOST)
         self._drain()
 
     def submit(
@@ -215,9 +190,7 @@ class SchedulerClient:
             self._complete(_WAIT_MS)
 
     def _drain(self) -> None:
-        """Complete what was answered, until nothing is left. On the event loop, or by `wait_briefly`.
-
-        Both may run: an answer is taken with the interpreter lock, once."""
+        """Complete what was answered, until nothing is left. On the event loop."""
         self._complete(0)
         while not self._channel.sleep():
             self._complete(0)

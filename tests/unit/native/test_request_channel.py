@@ -91,22 +91,6 @@ def test_interrupt_ends_a_wait_for_answers(scheduler):
     assert channel.client.receive(30_000) == []
 
 
-def test_answer_of_a_wait_without_sleep_wakes_nobody(scheduler, model):
-    channel = Channel(scheduler)
-    scheduler.start()
-    assert not channel.client.spin(1_000)
-    assert channel.client.sleep()
-    for ticket in range(3):
-        channel.submit(model, [5], ticket=ticket)
-        assert channel.client.spin(10_000_000)
-        (answer,) = channel.client.receive(0)
-        assert answer[0] == ticket
-    assert channel.client.sleep()
-    channel.submit(model, [6], ticket=3)
-    (answer,) = channel.client.receive(10_000)  # woken again
-    assert answer[0] == 3
-
-
 def test_concurrent_callers_of_one_channel_get_their_own_answers(scheduler, model):
     channel = Channel(scheduler, 1 << 24)
     scheduler.start()

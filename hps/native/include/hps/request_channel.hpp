@@ -93,9 +93,6 @@ class ChannelClient {
   // Appends the slots that were answered since the last call; waits up to `timeout_ms` for one.
   // One thread at a time.
   void receive(std::vector<RequestSlot*>& answered, int timeout_ms);
-  // Waits up to `most_us` for an answer without sleep, so that the scheduler wakes no thread; true
-  // if one has arrived. `sleep` must follow.
-  bool spin(std::uint32_t most_us);
   // Announces that this side sleeps until its eventfd is readable; false if an answer has arrived.
   bool sleep();
   // Ends a `receive` that waits.

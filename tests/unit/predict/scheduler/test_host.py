@@ -1,10 +1,9 @@
 """The scheduler's host and its clients: slow requests, failures, missing rows, closing."""
 
-import asyncio
 import os
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from hps.types import EmbeddingTable, JaggedKeys, PredictRequest, PredictResult
 from tests.support.waiting import until
 
 pytest.importorskip("hps.native._core")
-from hps.predict.scheduler import client as client_module
 from hps.predict.scheduler import host as host_module
 from hps.predict.scheduler.client import Status
 from hps.predict.scheduler.columns import ModelColumns, TensorColumn
@@ -93,69 +91,6 @@ def test_lane_answers_with_the_outputs_and_times(host, client):
     assert (answer.status, scores(answer), answer.direct) == (Status.DONE, [3, 6], 2)
     assert 0 < answer.launched_ns <= answer.ended_ns
     assert host.counts(model)["requests"] == 1
-
-
-def run_on_loop(client, work):
-    """Run ``work`` on another thread while the event loop that completes requests is busy."""
-
-    async def run():
-        client.complete_on(asyncio.get_running_loop())
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(work).result(60)
-
-    return asyncio.run(run())
-
-
-def test_single_request_is_completed_on_the_thread_that_waits(host, client, monkeypatch):
-    monkeypatch.setattr(client_module, "_SPIN_US", 20_000_000)
-    model = host.add_model(COLUMNS, answer_at_once)
-    host.add_lane(model, Lane())
-
-    def send_and_wait():
-        future = send(client, model, [1, 2])
-        client.wait_briefly()
-        return future.done() and scores(future.result())
-
-    assert run_on_loop(client, send_and_wait) == [3, 6]
-
-
-def test_waits_without_an_answer_become_rare(host, client, monkeypatch):
-    monkeypatch.setattr(client_module, "_SPIN_US", 20_000)
-    model = host.add_model(COLUMNS, lambda _request: Future())
-
-    def count_waits(calls):
-        took = []
-        for _ in range(calls):
-            started = time.monotonic()
-            client.wait_briefly()
-            took.append(time.monotonic() - started >= 0.02)
-        return sum(took[:1]), sum(took)
-
-    def wait():
-        send(client, model, [1])
-        return count_waits(1 + 16 + 1 + 32)
-
-    first, waits = run_on_loop(client, wait)
-    assert first == 1
-    assert 2 <= waits < 10  # more only by chance: a call may take long
-
-
-def test_thread_does_not_wait_while_requests_overlap(host, client, monkeypatch):
-    monkeypatch.setattr(client_module, "_SPIN_US", 20_000_000)
-    model = host.add_model(COLUMNS, lambda _request: Future())
-
-    def wait():
-        started = time.monotonic()
-        client.wait_briefly()  # nothing is in flight
-        first = send(client, model, [1])
-        send(client, model, [2])
-        client.wait_briefly()
-        first.cancel()
-        client._waiting.pop(1)
-        client.wait_briefly()  # others overlapped just before
-        return time.monotonic() - started
-
-    assert run_on_loop(client, wait) < 10
 
 
 def test_batch_with_missing_rows_is_filled_and_reported(host, client):
