@@ -17,9 +17,9 @@ from services.frontend.errors import RequestCancelled
 
 log = logging.getLogger(__name__)
 
-# Time between sweeps: the least, while a request waits for its `on_wait`, and the most. Each sweep takes the
-# interpreter lock from a request, so that 100 of them in a second are the slowest percent of one caller's.
-_SWEEP_S, _WAIT_S, _RARELY_S = 0.01, 0.05, 0.25
+# Time between sweeps: the least and the most. Each sweep takes the interpreter lock from a request, so that
+# 100 of them in a second are the slowest percent of one caller's.
+_SWEEP_S, _RARELY_S = 0.01, 0.25
 
 End = Callable[["Future[Any]"], None]
 """Called once with a future that is done, on any thread."""
@@ -28,13 +28,11 @@ End = Callable[["Future[Any]"], None]
 class _PendingRequest:
     """A request in flight: see the arguments of `PendingRequests.add`."""
 
-    __slots__ = ("deadline", "end", "on_wait", "was_swept")
+    __slots__ = ("deadline", "end")
 
-    def __init__(self, deadline: float, end: End, on_wait: Callable[[], object] | None) -> None:
+    def __init__(self, deadline: float, end: End) -> None:
         self.deadline = deadline
         self.end = end
-        self.on_wait = on_wait
-        self.was_swept = False
 
 
 class PendingRequests:
@@ -51,28 +49,18 @@ class PendingRequests:
             self._sweep, self._until_sweep_s, "hps-deadlines", idle_rounds=SWEEP_IDLE_ROUNDS
         )
 
-    def add(
-        self,
-        future: Future[Any],
-        deadline: float,
-        end: End,
-        on_wait: Callable[[], object] | None = None,
-    ) -> None:
+    def add(self, future: Future[Any], deadline: float, end: End) -> None:
         """Call ``end`` with ``future`` when it is done, which may be now.
 
         At ``deadline`` (``time.monotonic``), ``future`` is cancelled, and ``end`` gets a future that failed
         with ``DeadlineExceeded``; if ``future`` is cancelled earlier, with ``RequestCancelled``.
-
-        ``on_wait`` is called once, on another thread, if ``future`` is not done after 50 to 100 ms: work
-        that shorter requests do not need. It may still be called just after ``end``.
         """
         if future.done() and not future.cancelled():
             end(future)  # the caller gets its exception, if any
             return
-        self._waiting[future] = _PendingRequest(deadline, end, on_wait)
+        self._waiting[future] = _PendingRequest(deadline, end)
         self._sweeper.start()
-        latest = deadline if on_wait is None else min(deadline, time.monotonic() + _WAIT_S)
-        if latest < self._next_sweep:
+        if deadline < self._next_sweep:
             self._sweeper.wake()
         future.add_done_callback(self._done)
 
@@ -109,14 +97,12 @@ class PendingRequests:
             _call(end, failed_future(DeadlineExceeded(_LATE)))
 
     def _until_sweep_s(self) -> float:
-        """Seconds until the next sweep: until a deadline, or a request's `on_wait`, is due."""
+        """Seconds until the next sweep: until a deadline is due."""
         self._next_sweep = math.inf  # wakes this thread for requests that are added from here on
         now = time.monotonic()
         due = now + _RARELY_S
         for waiting in list(self._waiting.values()):
             due = min(due, waiting.deadline)
-            if waiting.on_wait is not None:
-                due = min(due, now + _WAIT_S)
         self._next_sweep = due = max(due, now + _SWEEP_S)
         return due - now
 
@@ -125,11 +111,6 @@ class PendingRequests:
         for future, waiting in self._waiting.copy().items():
             if waiting.deadline <= now:
                 self._time_out(future)
-            elif not waiting.was_swept:
-                waiting.was_swept = True
-            elif (on_wait := waiting.on_wait) is not None:
-                waiting.on_wait = None
-                _call(on_wait)
         return bool(self._waiting)
 
     def _time_out(self, future: Future[Any]) -> None:

@@ -41,12 +41,12 @@ class GrpcInference(Inference):
     def wait(self) -> None:
         """Answer the submitted request when its result is ready or its deadline has passed.
 
-        The work is cancelled when the client is gone, if it takes more than some 50 ms.
+        The work is cancelled when the client is gone.
         """
-        self.port.state.pending.add(self.future, self.deadline, self._end, self._watch_client)
-
-    def _watch_client(self) -> None:
-        self.reply.waits_for(self.future)
+        future = self.future
+        if not future.done():
+            self.reply.waits_for(future)
+        self.port.state.pending.add(future, self.deadline, self._end)
 
     def _end(self, future: Future[Any]) -> None:
         failure = future.exception()  # raising it would make a reference cycle

@@ -31,7 +31,15 @@ class UnaryCall(Stream):
     until it is answered, even if its client is gone, because its work may still run.
     """
 
-    __slots__ = ("_has_answer", "_is_gone", "_is_released", "_on_gone", "caller", "handler")
+    __slots__ = (
+        "_has_answer",
+        "_is_gone",
+        "_is_released",
+        "_on_gone",
+        "_work",
+        "caller",
+        "handler",
+    )
 
     def __init__(
         self, connection: StreamConnection, stream_id: int, head: CallHead, handler: UnaryHandler
@@ -41,6 +49,7 @@ class UnaryCall(Stream):
         self.caller: str | None = None
         self._has_answer = self._is_gone = self._is_released = False
         self._on_gone: Callable[[], object] | None = None
+        self._work: Future[Any] | None = None
 
     # CallContext
 
@@ -94,6 +103,8 @@ class UnaryCall(Stream):
         self.connection.port.calls.slow_readers.taken(self)
         if self.connection.port.calls.forget(self):
             self._release()
+        if self._work is not None:
+            self._run_on_gone(self._work.cancel)
         self._call_on_gone()
 
     def finished(self) -> None:
@@ -108,10 +119,13 @@ class UnaryCall(Stream):
     def _call_on_gone(self) -> None:
         on_gone, self._on_gone = self._on_gone, None
         if on_gone is not None:
-            try:
-                on_gone()
-            except BaseException:
-                log.exception("failed to cancel a call whose client is gone")
+            self._run_on_gone(on_gone)
+
+    def _run_on_gone(self, on_gone: Callable[[], object]) -> None:
+        try:
+            on_gone()
+        except BaseException:
+            log.exception("failed to cancel a call whose client is gone")
 
     # Processing
 
@@ -129,7 +143,9 @@ class UnaryCall(Stream):
             self.failed()
 
     def waits_for(self, future: Future[Any]) -> None:
-        self.when_gone(future.cancel)
+        self._work = future
+        if self._is_gone:
+            future.cancel()
 
     def when_gone(self, on_gone: Callable[[], object]) -> None:
         """Call ``on_gone`` when the client is gone or has its last answer; replaces an earlier callback."""
