@@ -241,6 +241,7 @@ def test_no_call_is_lost_while_connections_age(make_port):
 def test_idle_and_unfinished_connections_end(port, connect):
     greeted, silent = connect(port), connect(port, preface=False)
     greeted.ping()
+    until(lambda: len(port.context.connections) == 2)
     port.sweep(21)
     assert silent.receive() is None
     greeted.ping()
