@@ -16,7 +16,13 @@ from tests.support.stand_in_wheels import write_stand_ins, write_wheel
 ROOT = Path(__file__).resolve().parents[2]
 UV = Path(sys.executable).with_name("uv")
 # Bounds on both sides: the latest version, 999, is too new.
-BOUNDED = {"grpcio": "1.80", "httptools": "0.7", "tritonclient": "2.80", "uvicorn": "0.50"}
+BOUNDED = {
+    "grpcio": "1.80",
+    "hpack": "4.2",
+    "httptools": "0.7",
+    "tritonclient": "2.80",
+    "uvicorn": "0.50",
+}
 RUNTIMES = {
     name: {"onnxruntime/__init__.py": f"package = {name!r}\n"}
     for name in ("onnxruntime", "onnxruntime-gpu")

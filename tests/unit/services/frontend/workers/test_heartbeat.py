@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import grpc
 import pytest
@@ -75,15 +76,17 @@ def test_http_heartbeat_is_answered_by_the_event_loop(over_http):
     assert transport.beat(60)
 
 
-def test_grpc_heartbeat_is_answered_by_the_accepting_thread(small, stack, tmp_path, monkeypatch):
+def test_grpc_heartbeat_is_answered_by_the_event_loop_of_the_calls(
+    small, stack, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)  # pytest's paths are too long
     at = GrpcSettings(port=0)
-    server = GrpcServer(at, small.state, small.settings, Authorizer(), also_at="beat")
+    server = GrpcServer(at, small.state, small.settings, Authorizer(), also_at=Path("beat"))
     started(stack, server, None)
     transport = stack.enter_context(closing(GrpcHeartbeat("beat")))
     assert all(transport.beat(60) for _ in range(3))
     begun, goes_on = threading.Event(), threading.Event()
-    (infer,) = [each for name, each in server._one_request.items() if name.endswith("/ModelInfer")]
+    infer = server.context.methods["/inference.GRPCInferenceService/ModelInfer"]
     begin = infer.begin
 
     def stuck(message, reply):
