@@ -58,7 +58,7 @@ def incomplete() -> str:
         keys = "uniform" if not skew else "mostly of a third of the rows"
         rates = (f"{_rate(row['requests/s'])} ({_ms(row['p99 ms'])})" for row in cells)
         rows.append([f"{share:.0%}", keys, f"{cells[1]['missing']:.0%}", *rates])
-    columns = (f"{samples} samples (p99)" for samples in ("1", "64", "1,024"))
+    columns = (f"batch {samples} (p99)" for samples in ("1", "64", "1,024"))
     return _table(("rows on the GPU", "keys", "missing there", *columns), rows)
 
 

@@ -884,5 +884,5 @@ def test_writer_that_does_not_wait_is_detected(monkeypatch):
 
     monkeypatch.setattr("hps.cuda.reader_events.ReaderEvents.hold_back", lambda *_: None)
     table = EmbeddingTable.make("t", DIM)
-    _, wrong, _ = race(GpuCache({table: CAPACITY}), table, 4.0, SLOW)
-    assert wrong > 0
+    races = (race(GpuCache({table: CAPACITY}), table, 4.0, SLOW) for _ in range(4))
+    assert any(wrong for _, wrong, _ in races)  # a busy device may hide it once
