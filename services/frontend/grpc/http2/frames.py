@@ -8,11 +8,12 @@ from struct import Struct
 HEADER_BYTES = 9
 HEADER = Struct(">BHBBL")
 """A frame's header: the high and low part of the payload's size, type, flags, stream."""
-MAX_FRAME_BYTES = 16_384
-"""The largest payload that this server accepts, which is HTTP/2's default."""
+MAX_FRAME_BYTES = 65_535
+"""The largest payload that this server accepts: it reads a large message in fewer frames."""
 MAX_WINDOW = (1 << 31) - 1
-DEFAULT_WINDOW = 65_535
-STREAM_WINDOW = 1 << 18
+DEFAULT_FRAME_BYTES, DEFAULT_WINDOW = 16_384, 65_535
+"""What HTTP/2 allows before the first SETTINGS."""
+STREAM_WINDOW = 1 << 19
 """The bytes of a stream that its client may send ahead: messages, as small as five bytes, wait in memory for
 a stream's handler. A message that exceeds it gets its window when its prefix has arrived."""
 
@@ -87,6 +88,7 @@ def greeting(most_streams: int, max_header_list: int) -> bytes:
     settings = (
         _SETTING.pack(_MAX_CONCURRENT_STREAMS, most_streams)
         + _SETTING.pack(_INITIAL_WINDOW_SIZE, STREAM_WINDOW)
+        + _SETTING.pack(_MAX_FRAME_SIZE, MAX_FRAME_BYTES)
         + _SETTING.pack(_MAX_HEADER_LIST_SIZE, max_header_list)
     )
     return frame(SETTINGS, 0, 0, settings) + window_update(0, MAX_WINDOW - DEFAULT_WINDOW)
@@ -101,7 +103,7 @@ class PeerSettings:
     __slots__ = ("initial_window", "max_frame")
 
     def __init__(self) -> None:
-        self.initial_window, self.max_frame = DEFAULT_WINDOW, MAX_FRAME_BYTES
+        self.initial_window, self.max_frame = DEFAULT_WINDOW, DEFAULT_FRAME_BYTES
 
     def update(self, payload: bytes) -> None:
         """Apply a SETTINGS frame. Raises ``ConnectionFailed``."""
@@ -113,7 +115,7 @@ class PeerSettings:
                     raise ConnectionFailed(ErrorCode.FLOW_CONTROL_ERROR, "window is too large")
                 self.initial_window = value
             elif name == _MAX_FRAME_SIZE:
-                if not MAX_FRAME_BYTES <= value <= _LARGEST_FRAME:
+                if not DEFAULT_FRAME_BYTES <= value <= _LARGEST_FRAME:
                     raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "invalid MAX_FRAME_SIZE")
                 self.max_frame = value
             elif name == _ENABLE_PUSH and value > 1:

@@ -70,7 +70,7 @@ def ok(raw, stream):
         (window_update(0, frames.MAX_WINDOW), ErrorCode.FLOW_CONTROL_ERROR),
         (window_update(1, 5), PROTOCOL),
         (frames.frame(frames.WINDOW_UPDATE, 0, 0, b"1"), ErrorCode.FRAME_SIZE_ERROR),
-        (b"\0\x40\x01\0\0\0\0\0\1", ErrorCode.FRAME_SIZE_ERROR),
+        (b"\1\0\0\0\0\0\0\0\1", ErrorCode.FRAME_SIZE_ERROR),
         (b"\xff\xff\xff\0\0\0\0\0\1", ErrorCode.FRAME_SIZE_ERROR),
     ],
 )
