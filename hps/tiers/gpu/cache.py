@@ -213,7 +213,7 @@ class GpuCache(GpuTables):
 
         None if there are no misses; else the last rows may still be on their way: wait for ``stream``. The
         cache's device must be the current one. Thread-safe."""
-        for first, chunk in enumerate(fetch.chunks):  # noqa: B007
+        for first, chunk in enumerate(fetch.chunks):  # noqa: B007 # used below
             if chunk.wait(stream):
                 break
         else:

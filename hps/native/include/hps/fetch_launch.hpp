@@ -38,7 +38,7 @@ static_assert(sizeof(CountArgs) == 24);
 struct FetchLaunch {
   using Address = CudaDriver::Address;
   using Handle = CudaDriver::Handle;
-  // Who reports the misses: nobody (a later launch does), fetch_kernel, or count_kernel behind it.
+  // The kernel that reports the misses: that of a later launch, fetch_kernel, or count_kernel.
   enum class Report { kNone, kByFetch, kBehind };
   // What differs between the fetches of a table: FetchPart's fields.
   struct Part {

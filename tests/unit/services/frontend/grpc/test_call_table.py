@@ -30,8 +30,9 @@ def streams(running):
     ]
 
 
-def test_lookups_from_memory_are_answered_on_the_event_loop(serve, small, monkeypatch):
-    endpoint = type(small.state.entries["words.lookup"].endpoint)
+def record_threads(running, monkeypatch):
+    """Return a list that gets the name of the thread of each lookup submitted from now on."""
+    endpoint = type(running.state.entries["words.lookup"].endpoint)
     names = []
     submit = endpoint.submit
     monkeypatch.setattr(
@@ -42,6 +43,11 @@ def test_lookups_from_memory_are_answered_on_the_event_loop(serve, small, monkey
             submit(*args, **kwargs),
         )[1],
     )
+    return names
+
+
+def test_lookups_from_memory_are_answered_on_the_event_loop(serve, small, monkeypatch):
+    names = record_threads(small, monkeypatch)
     with triton.InferenceServerClient(serve().server.url) as client:
         for _ in range(5):
             client.infer("words.lookup", [keys("left", 1)])
@@ -281,17 +287,7 @@ def test_rejection_of_a_caller_stays_although_its_key_becomes_valid(
 
 
 def test_large_requests_do_not_block_the_event_loop(serve, small, monkeypatch):
-    endpoint = type(small.state.entries["words.lookup"].endpoint)
-    names = []
-    submit = endpoint.submit
-    monkeypatch.setattr(
-        endpoint,
-        "submit",
-        lambda *args, **kwargs: (
-            names.append(threading.current_thread().name),
-            submit(*args, **kwargs),
-        )[1],
-    )
+    names = record_threads(small, monkeypatch)
     monkeypatch.setattr(responders, "LARGE_BYTES", 8)
     with triton.InferenceServerClient(serve().server.url) as client:
         client.infer("words.lookup", [keys("left", 1)])
