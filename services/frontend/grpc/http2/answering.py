@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from services.frontend.grpc.http2 import frames
-from services.frontend.grpc.http2.frames import END_STREAM, ErrorCode
+from services.frontend.grpc.http2.frames import ErrorCode
 from services.frontend.grpc.http2.headers import (
     ANSWER_HEAD,
     Trailers,
@@ -14,7 +14,6 @@ from services.frontend.grpc.http2.headers import (
     status_block,
 )
 from services.frontend.grpc.http2.lifetime import GrpcConnectionLifetime
-from services.frontend.grpc.http2.sending import header_frames
 from services.frontend.grpc.http2.status_codes import INTERNAL
 from services.frontend.grpc.http2.streams import Stream
 from services.frontend.grpc.http2.unary_call import UnaryCall
@@ -61,16 +60,14 @@ class AnsweringConnection(GrpcConnectionLifetime):
             block = status_block(INTERNAL, "internal error", None)
         if not stream.has_headers:
             block = ANSWER_HEAD + block
-        most = self.sender.peer.max_frame
-        self._end(stream, header_frames(stream.id, block, END_STREAM, most))
+        self._end(stream, block)
 
     def end_with_http_error(self, stream: Stream, status: int) -> None:
         """End the stream of a request that is no gRPC call."""
-        block = http_error_block(status)
-        self._end(stream, header_frames(stream.id, block, END_STREAM, len(block)))
+        self._end(stream, http_error_block(status))
 
-    def _end(self, stream: Stream, trailers: bytes) -> None:
-        if self.sender.end(stream, trailers):
+    def _end(self, stream: Stream, block: bytes) -> None:
+        if self.sender.end(stream, block):
             self.finish(stream)
 
     def reset(self, stream: Stream, code: ErrorCode) -> None:

@@ -11,7 +11,7 @@ HEADER = Struct(">BHBBL")
 MAX_FRAME_BYTES = 65_535
 """The largest payload that this server accepts: it reads a large message in fewer frames."""
 MAX_WINDOW = (1 << 31) - 1
-DEFAULT_FRAME_BYTES, DEFAULT_WINDOW = 16_384, 65_535
+DEFAULT_FRAME_BYTES, DEFAULT_WINDOW, DEFAULT_HEADER_TABLE_BYTES = 16_384, 65_535, 4096
 """What HTTP/2 allows before the first SETTINGS."""
 STREAM_WINDOW = 1 << 19
 """The bytes of a stream that its client may send ahead: messages, as small as five bytes, wait in memory for
@@ -100,10 +100,12 @@ SETTINGS_ACK = frame(SETTINGS, ACK, 0, b"")
 class PeerSettings:
     """The settings of the client that concern a server."""
 
-    __slots__ = ("initial_window", "max_frame")
+    __slots__ = ("has_reduced_table", "initial_window", "max_frame")
 
     def __init__(self) -> None:
         self.initial_window, self.max_frame = DEFAULT_WINDOW, DEFAULT_FRAME_BYTES
+        self.has_reduced_table = False
+        """True if header blocks must announce that their table is smaller than by default."""
 
     def update(self, payload: bytes) -> None:
         """Apply a SETTINGS frame. Raises ``ConnectionFailed``."""
@@ -118,6 +120,8 @@ class PeerSettings:
                 if not DEFAULT_FRAME_BYTES <= value <= _LARGEST_FRAME:
                     raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "invalid MAX_FRAME_SIZE")
                 self.max_frame = value
+            elif name == _HEADER_TABLE_SIZE and value < DEFAULT_HEADER_TABLE_BYTES:
+                self.has_reduced_table = True
             elif name == _ENABLE_PUSH and value > 1:
                 raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "invalid ENABLE_PUSH")
 

@@ -19,7 +19,7 @@ from services.frontend.grpc.http2.frames import (
     StreamFailed,
     frame,
 )
-from services.frontend.grpc.http2.headers import ANSWER_HEAD, TRAILERS_OK
+from services.frontend.grpc.http2.headers import ANSWER_HEAD, EMPTY_TABLE, TRAILERS_OK
 from services.frontend.grpc.http2.interfaces import CorkingPort
 from services.frontend.grpc.http2.messages import PREFIX_BYTES
 from services.frontend.grpc.http2.streams import Stream
@@ -46,7 +46,7 @@ class _Outgoing:
 
     def __init__(self) -> None:
         self.items: deque[tuple[memoryview, Sent | None]] = deque()
-        self.trailers: bytes | None = None
+        self.trailers: bytes | None = None  # their header block
 
 
 class FrameSender:
@@ -61,8 +61,11 @@ class FrameSender:
         self._is_paused = self._is_reading_paused = False
         self._corked: list[bytes] | None = None
         self._corked_bytes = 0
+        self._block_prefix = b""
         self.written = 0
         """Number of writes: a sign of progress."""
+        self.data_frames = 0
+        """Number of DATA frames sent."""
 
     # The socket
 
@@ -136,12 +139,21 @@ class FrameSender:
             self._ready[stream] = outgoing
             self.flush()
 
+    @property
+    def blocked_streams(self) -> int:
+        """Number of streams whose answers wait for a window of the stream."""
+        return len(self._blocked)
+
     def apply_settings(self, payload: bytes) -> None:
         """Apply the client's SETTINGS. Raises ``ConnectionFailed``."""
+        before = self.peer.initial_window
         self.peer.update(payload)
-        self._ready.update(self._blocked)
-        self._blocked.clear()
-        self.flush()
+        if self.peer.has_reduced_table:
+            self._block_prefix = EMPTY_TABLE
+        if self.peer.initial_window > before:
+            self._ready.update(self._blocked)
+            self._blocked.clear()
+            self.flush()
 
     # Answers
 
@@ -155,10 +167,12 @@ class FrameSender:
             or stream.has_headers
             or self._ready
             or self._is_paused
+            or self._block_prefix
         ):
             self.send_message(stream, message, None)
-            return self.end(stream, _OK_FRAME + stream.id.to_bytes(4, "big") + TRAILERS_OK)
+            return self.end(stream, TRAILERS_OK)
         self._window -= size
+        self.data_frames += 1
         sid = stream.id.to_bytes(4, "big")
         self.write(
             b"".join(
@@ -184,7 +198,7 @@ class FrameSender:
         """Send a message of ``stream``, after its earlier ones; then call ``sent``."""
         if not stream.has_headers:
             stream.has_headers = True
-            self.write(_HEAD_FRAME + stream.id.to_bytes(4, "big") + ANSWER_HEAD)
+            self.write(self._header_frames(stream, ANSWER_HEAD, 0))
         outgoing = self._ready.get(stream) or self._blocked.get(stream)
         if outgoing is None:
             outgoing = self._ready[stream] = _Outgoing()
@@ -196,14 +210,17 @@ class FrameSender:
             outgoing.items.append((memoryview(message), sent))
         self.flush()
 
-    def end(self, stream: Stream, trailers: bytes) -> bool:
-        """Send the frames of ``trailers``, after the messages of ``stream``; False if they must wait."""
+    def end(self, stream: Stream, block: bytes) -> bool:
+        """Send the last header block of ``stream``, after its messages; False if it must wait."""
         outgoing = self._ready.get(stream) or self._blocked.get(stream)
         if outgoing is None:
-            self.write(trailers)
+            self.write(self._header_frames(stream, block, END_STREAM))
             return True
-        outgoing.trailers = trailers
+        outgoing.trailers = block
         return False
+
+    def _header_frames(self, stream: Stream, block: bytes, flags: int) -> bytes:
+        return header_frames(stream.id, self._block_prefix + block, flags, self.peer.max_frame)
 
     def forget(self, stream: Stream) -> None:
         """Drop what ``stream`` still has to send."""
@@ -236,6 +253,7 @@ class FrameSender:
             part = data[: min(allowed - taken, self.peer.max_frame)]
             parts += (len(part).to_bytes(3, "big") + _DATA_KIND + sid, part)
             taken += len(part)
+            self.data_frames += 1
             if len(part) < len(data):
                 items.appendleft((data[len(part) :], done))
             elif done is not None:
@@ -246,7 +264,7 @@ class FrameSender:
         if items:
             (self._blocked if is_blocked else self._ready)[stream] = outgoing
         elif outgoing.trailers is not None:
-            parts.append(outgoing.trailers)
+            parts.append(self._header_frames(stream, outgoing.trailers, END_STREAM))
         if parts:
             self.write(b"".join(parts))
         if not items and outgoing.trailers is not None:

@@ -105,3 +105,34 @@ def test_pings_are_answered_between_calls(client):
     client.h2.ping(b"12345678")
     assert client.result(client.call("/test/Echo", b"1")) == ("0", b"1")
     assert client.pings == [b"12345678"]
+
+
+def test_client_with_a_small_header_table_is_told_that_none_is_used(port):
+    """`hpack` and nghttp2 require the first header block after the settings to begin with the table's size."""
+    client = H2Client(port)
+    assert client.result(client.call("/test/Echo", b"1")) == ("0", b"1")
+    held = client.call("/test/Later", b"1")
+    client.h2.update_settings({h2.settings.SettingCodes.HEADER_TABLE_SIZE: 0})
+    client.flush()
+    port.gate.set()
+    assert client.result(held) == ("0", b"1")
+    for path, status in [("/test/Echo", "0"), ("/test/None", "12"), ("/test/Bidi", "0")]:
+        assert client.result(client.call(path, b"1"))[0] == status
+    client.socket.close()
+
+
+def test_table_reduced_while_an_answer_waits_is_announced_in_its_trailers(port):
+    client = H2Client(port)
+    client.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 10})
+    stream = client.call("/test/Big", b"100")
+    while stream not in client.data:
+        client.read()
+    client.h2.update_settings(
+        {
+            h2.settings.SettingCodes.HEADER_TABLE_SIZE: 100,
+            h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 1000,
+        }
+    )
+    client.flush()
+    assert client.result(stream) == ("0", b"x" * 100)
+    client.socket.close()
