@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from services.frontend.grpc.http2 import frames
-from services.frontend.grpc.http2.answering import AnsweringConnection
+from services.frontend.grpc.http2.control import ControlledConnection
 from services.frontend.grpc.http2.frames import (
-    ACK,
     END_HEADERS,
     END_STREAM,
     MAX_WINDOW,
@@ -13,16 +12,12 @@ from services.frontend.grpc.http2.frames import (
     ErrorCode,
     StreamFailed,
 )
-from services.frontend.grpc.http2.headers import (
-    CallHead,
-    HeaderDecoder,
-)
+from services.frontend.grpc.http2.headers import CallHead, HeaderDecoder
 from services.frontend.grpc.http2.limits import (
     LARGE_BLOCK_BYTES_PER_FRAME,
     MAX_BLOCK_BYTES,
     MAX_BLOCK_FRAMES,
     MAX_HEADER_LIST_BYTES,
-    FrameBudget,
 )
 from services.frontend.grpc.http2.messages import (
     ACCEPTED_ENCODINGS,
@@ -40,7 +35,7 @@ from services.frontend.grpc.method_handlers import BidiStreamHandler
 _RETURNED_BYTES = 1 << 28
 
 
-class GrpcConnection(AnsweringConnection):
+class GrpcConnection(ControlledConnection):
     """One client's connection. All of it runs on the event loop.
 
     Frames are read from the bytes of each arrival; those of a connection are answered in one write. The
@@ -51,7 +46,6 @@ class GrpcConnection(AnsweringConnection):
         super().__init__(port)
         self._rest = b""  # the beginning of a frame
         self._headers = HeaderDecoder()
-        self._budget = FrameBudget()
         self._taken = 0  # bytes of data by which the connection's window has shrunk
         self._is_over = False
         # A header block that continues: its stream, its flags and its fragments.
@@ -109,10 +103,12 @@ class GrpcConnection(AnsweringConnection):
                     self._data(stream_id, flags, payload)
                 elif kind == frames.HEADERS:
                     self._begin_block(stream_id, flags, payload)
+                elif kind == frames.CONTINUATION:
+                    self._continuation(flags, stream_id, payload)
                 else:
-                    self._control(kind, flags, stream_id, payload)
+                    self.control(kind, flags, stream_id, payload)
             except StreamFailed as error:
-                self._fail_stream(stream_id, error)
+                self.fail_stream(stream_id, error)
             except CallFailed as error:
                 if (stream := self.streams.get(stream_id)) is not None:
                     stream.fault(error.code, error.details)
@@ -128,11 +124,10 @@ class GrpcConnection(AnsweringConnection):
             payload = frames.unpadded(payload, flags, frames.DATA)
         is_last = flags & END_STREAM
         if not payload and not is_last:
-            self._spend()
+            self.spend()
         stream = self.streams.get(stream_id)
         if stream is None:
-            if not stream_id or stream_id > self.last_stream:
-                raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "DATA without a call")
+            self.require_begun(stream_id, "DATA")
             return  # the stream has ended; the client may not know yet
         if stream.is_half_closed:
             raise StreamFailed(ErrorCode.STREAM_CLOSED, "DATA after END_STREAM")
@@ -163,7 +158,7 @@ class GrpcConnection(AnsweringConnection):
     def _head(self, stream_id: int, flags: int, block: bytes) -> None:
         """Begin the call of a header block, or end a request with trailers."""
         if len(block) > MAX_HEADER_LIST_BYTES:
-            self._spend(len(block) // LARGE_BLOCK_BYTES_PER_FRAME)
+            self.spend(len(block) // LARGE_BLOCK_BYTES_PER_FRAME)
         if stream_id <= self.last_stream:
             self._headers.decode(block)  # keeps the decoder's table in step
             stream = self.streams.get(stream_id)
@@ -217,84 +212,3 @@ class GrpcConnection(AnsweringConnection):
             else:
                 return True
         return False
-
-    # Frames of control
-
-    def _control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        if kind == frames.WINDOW_UPDATE:
-            self._window_update(stream_id, payload)
-        elif kind == frames.CONTINUATION:
-            self._continuation(flags, stream_id, payload)
-        elif kind == frames.PUSH_PROMISE:
-            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE of a client")
-        elif kind == frames.PING and flags & ACK:
-            self.ping_answered(payload)
-        else:
-            self._spend()
-            handle = _CONTROL.get(kind)
-            if handle is not None:
-                handle(self, flags, stream_id, payload)
-
-    def _window_update(self, stream_id: int, payload: bytes) -> None:
-        frames.require_size(payload, 4, "WINDOW_UPDATE")
-        size = int.from_bytes(payload, "big") & MAX_WINDOW
-        if not stream_id:
-            if not size:
-                raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE of 0")
-            self.sender.widen(size)
-            return
-        stream = self.streams.get(stream_id)
-        if stream is not None:
-            if not size:
-                raise StreamFailed(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE of 0")
-            self.sender.widen_stream(stream, size)
-        elif stream_id > self.last_stream:
-            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE without a call")
-
-    def _settings(self, flags: int, stream_id: int, payload: bytes) -> None:
-        if stream_id:
-            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "SETTINGS of a stream")
-        if flags & ACK:
-            frames.require_size(payload, 0, "SETTINGS with ACK")
-            return
-        self.sender.write(frames.SETTINGS_ACK)
-        self.sender.apply_settings(payload)
-
-    def _ping(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        frames.require_size(payload, 8, "PING")
-        if stream_id:
-            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "PING of a stream")
-        self.sender.write(frames.frame(frames.PING, ACK, 0, payload))
-
-    def _reset_by_client(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        frames.require_size(payload, 4, "RST_STREAM")
-        if not stream_id or stream_id > self.last_stream:
-            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "RST_STREAM without a call")
-        self._drop(stream_id)
-
-    def _priority(self, _flags: int, _stream_id: int, payload: bytes) -> None:
-        frames.require_size(payload, 5, "PRIORITY")
-
-    def _spend(self, cost: int = 1) -> None:
-        if not self._budget.spend(cost):
-            raise ConnectionFailed(ErrorCode.ENHANCE_YOUR_CALM, "too many useless frames")
-
-    def _fail_stream(self, stream_id: int, error: StreamFailed) -> None:
-        self._spend()
-        self.sender.write(frames.reset(stream_id, error.code))
-        self._drop(stream_id)
-
-    def _drop(self, stream_id: int) -> None:
-        stream = self.streams.pop(stream_id, None)
-        if stream is not None:
-            self.sender.forget(stream)
-            stream.gone()
-            self.close_if_drained()
-
-
-_CONTROL = {
-    frames.PRIORITY: GrpcConnection._priority,
-    frames.RST_STREAM: GrpcConnection._reset_by_client,
-    frames.SETTINGS: GrpcConnection._settings,
-    frames.PING: GrpcConnection._ping,
-}

@@ -100,7 +100,9 @@ class GrpcConnectionLifetime(asyncio.Protocol):
     def begin_drain(self) -> None:
         """Ask the client to make no further calls; close the connection when the present ones are over.
 
-        Calls that the client makes before it has read this are answered too.
+        Calls that the client makes before it has read this are answered too: its answer to a PING after the
+        GOAWAY shows that it has (RFC 9113, 6.8). `h2` takes no frame after a GOAWAY, neither PINGs nor
+        answers.
         """
         if self._draining_since is not None:
             return

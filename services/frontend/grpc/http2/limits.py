@@ -17,9 +17,13 @@ MAX_BLOCK_FRAMES = 16
 LARGE_BLOCK_BYTES_PER_FRAME = 32
 """A block that exceeds the bound of metadata counts as a useless frame per so many bytes: decoding takes
 long."""
+SETTINGS_BYTES_PER_FRAME, BLOCKED_STREAMS_PER_FRAME = 64, 16
+"""SETTINGS count as a further useless frame per so many bytes, and per so many streams whose answers wait for
+a window: each is examined."""
 # Frames without use (pings, settings, empty data, resets, unknown ones) that a connection may send at once,
-# and per second.
-_BURST, _PER_S = 4_000, 2_000
+# per second, and per DATA frame of its answers: clients ping once per round trip while they receive (BDP
+# estimation), and cancel a share of their calls.
+_BURST, _PER_S, _PER_ANSWER = 4_000, 2_000, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +41,19 @@ class PortSettings:
 class FrameBudget:
     """Counts the frames of a connection that serve no call. Not thread-safe."""
 
-    __slots__ = ("_left", "_since")
+    __slots__ = ("_answers", "_left", "_since")
 
     def __init__(self) -> None:
-        self._left, self._since = _BURST, time.monotonic()
+        self._left, self._answers, self._since = _BURST, 0, time.monotonic()
 
-    def spend(self, cost: int = 1) -> bool:
-        """Count one frame, or several; False if the client sends too many of them."""
+    def spend(self, answers: int, cost: int = 1) -> bool:
+        """Count one frame, or several; False if the client sends too many of them.
+
+        ``answers``: the DATA frames of answers that the connection has sent so far."""
         if self._left < cost:
             now = time.monotonic()
-            earned = int((now - self._since) * _PER_S)
-            self._left, self._since = min(_BURST, self._left + earned), now
+            earned = int((now - self._since) * _PER_S) + (answers - self._answers) * _PER_ANSWER
+            self._left, self._answers, self._since = min(_BURST, self._left + earned), answers, now
             if self._left < cost:
                 return False
         self._left -= cost

@@ -108,7 +108,7 @@ def test_pings_are_answered_between_calls(client):
 
 
 def test_client_with_a_small_header_table_is_told_that_none_is_used(port):
-    """`hpack` and nghttp2 require the first header block after the settings to begin with the table's size."""
+    """`hpack` and nghttp2 require that the next header block begins with the table's size."""
     client = H2Client(port)
     assert client.result(client.call("/test/Echo", b"1")) == ("0", b"1")
     held = client.call("/test/Later", b"1")

@@ -214,6 +214,38 @@ def test_flood_of_useless_frames_ends_the_connection(port, raw, useless, monkeyp
     until(lambda: not port.context.connections)
 
 
+def test_settings_cost_as_much_as_the_streams_that_they_concern(port, connect):
+    client = connect(port, settings=struct.pack(">HL", 4, 0))
+    for stream in range(1, 2 * 512, 2):
+        client.head(stream, path="/test/Big")
+        client.message(stream, b"1")
+    client.ping()
+    assert port.call(lambda: port.connection.sender.blocked_streams) == 512
+    with suppress(ConnectionError):
+        client.send(frames.frame(frames.SETTINGS, 0, 0, b"") * 300)
+    assert client.goodbye() is CALM
+
+
+def test_settings_of_many_entries_cost_as_much_as_several(raw):
+    large = frames.frame(frames.SETTINGS, 0, 0, struct.pack(">HL", 99, 1) * 10_000)
+    with suppress(ConnectionError):
+        raw.send(large * 10)
+    assert raw.goodbye() is CALM
+
+
+def test_pings_and_resets_between_answers_are_no_flood(port, raw, monkeypatch):
+    monkeypatch.setattr(limits, "_PER_S", 0)
+    ping = frames.frame(frames.PING, 0, 0, b"bdp-ping")
+    for stream in range(1, limits._BURST, 4):
+        ok(raw, stream)
+        raw.send(ping * 3)
+        raw.head(stream + 2)
+        raw.send(frames.reset(stream + 2, ErrorCode.CANCEL))
+    raw.ping()
+    raw.send(ping * (limits._BURST + 10))
+    assert raw.goodbye() is CALM
+
+
 def test_rapid_reset_ends_the_connection_and_holds_no_slot(port, raw, monkeypatch):
     monkeypatch.setattr(limits, "_PER_S", 10)
     raw.head(1)
@@ -432,6 +464,8 @@ def test_graceful_end_names_the_last_call(port, raw):
     assert raw.receive_kind(frames.GOAWAY)[3][:4] == b"\0\0\0\3"
     raw.head(5)
     raw.message(5, b"1")  # after GOAWAY: not answered
+    raw.send(window_update(5, 1) + frames.reset(5, ErrorCode.CANCEL))
+    raw.ping()
     port.gate.set()
     assert raw.status(3)["grpc-status"] == "0"
     assert raw.receive_kind(HEADERS, frames.RST_STREAM) is None
