@@ -23,6 +23,7 @@ _mode = native_mode()
 COMPILED = False
 partition_hash = twin.partition_hash
 dedup = twin.dedup
+stack_distances = twin.stack_distances
 count_in_buckets = twin.count_in_buckets
 cache_bytes = twin_cache.cache_bytes
 CacheTable = twin_cache.CacheTable
@@ -49,6 +50,7 @@ if _mode != "off":
         COMPILED = True
         partition_hash = _core.partition_hash
         dedup = _core.dedup
+        stack_distances = _core.stack_distances
         count_in_buckets = _core.count_in_buckets
         cache_bytes = _core.cache_bytes
         CacheTable = _core.CacheTable  # type: ignore[misc,assignment] # its twin has the same methods
@@ -84,4 +86,5 @@ __all__ = [
     "gather_misses",
     "partition_hash",
     "pool_rows",
+    "stack_distances",
 ]

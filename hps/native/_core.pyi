@@ -16,6 +16,9 @@ def partition_hash(keys: NDArray[np.int64]) -> NDArray[np.uint64]:
 def dedup(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """See twin.dedup."""
 
+def stack_distances(ids: NDArray[np.int64], distinct: int) -> NDArray[np.int64]:
+    """See twin.stack_distances."""
+
 def count_in_buckets(
     values: NDArray[Any],
     bounds: NDArray[np.float64],

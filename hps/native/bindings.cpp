@@ -7,6 +7,7 @@
 #include "hps/buckets.hpp"
 #include "hps/dedup.hpp"
 #include "hps/partition_hash.hpp"
+#include "hps/stack_distances.hpp"
 
 namespace {
 
@@ -30,6 +31,15 @@ auto py_dedup(Keys keys) {
   return nb::make_tuple(as_numpy(std::move(unique), count), as_numpy(std::move(inverse), n));
 }
 
+auto py_stack_distances(Array<const std::int64_t> ids, std::size_t distinct) {
+  const std::size_t n = ids.shape(0);
+  if (n >= UINT32_MAX || distinct > n)
+    throw std::invalid_argument("stack_distances takes fewer than 2^32 - 1 ids, distinct of them");
+  std::unique_ptr<std::int64_t[]> distances(new std::int64_t[n]);
+  without_gil(n, [&] { hps::stack_distances(ids.data(), n, distinct, distances.get()); });
+  return as_numpy(std::move(distances), n);
+}
+
 // With the GIL, so that the counts change as a whole; callers pass parts of a large array.
 template <typename T>
 void py_count_in_buckets(Array<const T> values, Array<const double> bounds,
@@ -49,6 +59,7 @@ NB_MODULE(_core, m) {
   m.attr("SOURCES") = HPS_SOURCES;  // the digest of the sources, see source.py
   m.def("partition_hash", &py_partition_hash, nb::arg("keys").noconvert());
   m.def("dedup", &py_dedup, nb::arg("keys").noconvert());
+  m.def("stack_distances", &py_stack_distances, nb::arg("ids").noconvert(), nb::arg("distinct"));
   m.def("count_in_buckets", &py_count_in_buckets<float>, nb::arg("values").noconvert(),
         nb::arg("bounds").noconvert(), nb::arg("counts").noconvert(), nb::arg("sums").noconvert());
   m.def("count_in_buckets", &py_count_in_buckets<double>, nb::arg("values").noconvert(),

@@ -42,6 +42,43 @@ def dedup(keys: KeyArray) -> tuple[KeyArray, IndexArray]:
     return unique[order], rank[inverse.reshape(-1)]
 
 
+def stack_distances(ids: IndexArray, distinct: int) -> IndexArray:
+    """Return the stack distances ``(n,)`` of the accesses ``ids (n,)``, each below ``distinct``.
+
+    A distance is the number of different ids since the last access to the same id, itself included: an LRU
+    cache of at least that many rows has the row. The first access to an id has -1. Raises ValueError
+    for ``distinct`` above n, IndexError for an id outside of its range. Source: Mattson et al.,
+    Evaluation techniques for storage hierarchies, 1970; counted by a Fenwick tree."""
+    _check(ids)
+    n = len(ids)
+    if distinct > n:
+        raise ValueError("stack_distances takes fewer than 2^32 - 1 ids, distinct of them")
+    if n and not 0 <= ids.min() <= ids.max() < distinct:
+        raise IndexError("an id is outside of 0..distinct")
+    tree, last = [0] * (n + 1), [0] * distinct
+
+    def add(at: int, change: int) -> None:
+        while at <= n:
+            tree[at] += change
+            at += at & -at
+
+    distances, live = np.full(n, -1, np.int64), 0
+    for i, each in enumerate(ids.tolist()):
+        before = at = last[each]
+        if before:
+            older = 0
+            while at:
+                older += tree[at]
+                at &= at - 1
+            distances[i] = live - older + 1
+            add(before, -1)
+        else:
+            live += 1
+        last[each] = i + 1
+        add(i + 1, 1)
+    return distances
+
+
 def count_in_buckets(
     values: NDArray[Any],
     bounds: NDArray[np.float64],
