@@ -49,9 +49,10 @@ class ByteBudget:
 class ByteReservation:
     """The bytes of one request; as a context, released at its end."""
 
-    def __init__(self, budget: ByteBudget) -> None:
+    def __init__(self, budget: ByteBudget, held: int = 0) -> None:
+        """``held``: bytes that are counted in ``budget`` already."""
         self._budget = budget
-        self._own = 0
+        self._own = held
 
     def grow(self, size: int) -> None:
         """Reserve ``size`` bytes more. Raises ``Overloaded`` if they do not fit."""

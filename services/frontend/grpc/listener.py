@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -18,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from hps.config.server_settings import GrpcListener, ServerSettings
 from hps.errors import Unavailable
+from hps.observability import metric_names as m
 from services.frontend.auth import Authorizer
 from services.frontend.connection_limit import ConnectionLimit, most_connections
 from services.frontend.grpc.call_identity import check
@@ -28,6 +28,7 @@ from services.frontend.grpc.http2.calls import CallTable
 from services.frontend.grpc.http2.connection import GrpcConnection
 from services.frontend.grpc.http2.limits import PortSettings
 from services.frontend.grpc.http2.port import PortContext
+from services.frontend.grpc.http2.receive_budget import ReceiveBudget
 from services.frontend.grpc.http2.stream_calls import StreamCalls
 from services.frontend.grpc.http2.tls import certificate_properties, grpc_server_context
 from services.frontend.grpc.method_handlers import (
@@ -37,7 +38,7 @@ from services.frontend.grpc.method_handlers import (
     parsed_stream,
 )
 from services.frontend.listening import BACKLOG, host_of, listen, listen_unix
-from services.server_state import ServerState
+from services.frontend.state import FrontendState
 
 # Threads for short calls, and for reflection, whose calls keep a thread.
 _QUICK, _OTHERS = 16, 8
@@ -77,7 +78,7 @@ class GrpcPort:
         self,
         setting: str,
         at: GrpcListener,
-        state: ServerState[Any],
+        state: FrontendState,
         settings: ServerSettings,
         guard: Authorizer,
         *,
@@ -94,12 +95,16 @@ class GrpcPort:
             _REQUESTS, _AUXILIARY, partial(check, guard) if guard.enabled else None
         )
         self._methods: dict[str, Handler] = {}
-        streams = StreamCalls(_AUXILIARY, settings.max_body_bytes)
+        budget = state.admission.byte_budget
+        streams = StreamCalls(_AUXILIARY, settings.max_body_bytes, budget)
         self.context = PortContext(
             _port_settings(at, settings),
             self._methods,
             self.calls,
             ConnectionLimit(most_connections()),
+            ReceiveBudget(
+                budget, lambda: state.metrics.counter(m.REQUESTS_REFUSED, "queue_bytes").add()
+            ),
             streams.begin,
             certificate_properties,
         )

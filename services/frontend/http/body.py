@@ -15,15 +15,12 @@ from typing import Any
 
 from hps.errors import BadRequest
 from services.frontend.admission.byte_budget import ByteBudget, ByteReservation
+from services.frontend.admission.inflate import INLINE_BYTES, inflate
 from services.frontend.errors import RequestBodyTimeout, RequestTooLarge, UnknownEncoding
 from services.frontend.http.asgi import Receive
 
 # zlib's window bits for each coding; "deflate" means a zlib stream (RFC 9110).
 _WINDOW = {"gzip": 31, "x-gzip": 31, "deflate": 15}
-# Compression of more bytes runs on a thread, not on the event loop.
-_INLINE_BYTES = 256 << 10
-# Bytes inflated between two checks of the byte budget.
-_PIECE_BYTES = 1 << 20
 # The slowest transfer of a body, in bytes per second; a client could otherwise hold its memory for any time.
 _SLOWEST = 64 << 10
 # Bounds on reading the rest of a rejected body, which lets the client receive the answer.
@@ -144,11 +141,11 @@ async def decompress(body: bytes, coding: str, limit: int, room: ByteBudget) -> 
         )
     stream = zlib.decompressobj(window)
     try:
-        inflated = stream.decompress(body, min(limit + 1, _INLINE_BYTES))
+        inflated = stream.decompress(body, min(limit + 1, INLINE_BYTES))
         if not stream.eof and len(inflated) <= limit:
             with ByteReservation(room) as share:
                 share.grow(len(body) + len(inflated))
-                inflated = await asyncio.to_thread(_inflate, stream, inflated, limit, share)
+                inflated = await asyncio.to_thread(inflate, stream, inflated, limit, share)
     except zlib.error as error:
         raise BadRequest(f"the body is not a valid {coding} stream: {error}") from None
     if len(inflated) > limit:
@@ -158,19 +155,6 @@ async def decompress(body: bytes, coding: str, limit: int, room: ByteBudget) -> 
     if stream.unused_data:
         raise BadRequest(f"{len(stream.unused_data)} bytes follow the {coding} stream")
     return inflated
-
-
-def _inflate(stream: Any, begun: bytes, limit: int, share: ByteReservation) -> bytes:
-    """Return ``begun`` and the rest of the output of ``stream``; at most one byte more than ``limit``."""
-    pieces, size = [begun], len(begun)
-    while not stream.eof and size <= limit:
-        piece = stream.decompress(stream.unconsumed_tail, min(_PIECE_BYTES, limit + 1 - size))
-        if not piece:
-            break  # the stream ends early
-        share.grow(len(piece))
-        pieces.append(piece)
-        size += len(piece)
-    return b"".join(pieces)
 
 
 def accepted_coding(accept: bytes) -> str | None:
@@ -201,7 +185,7 @@ def _weight(parameters: str) -> float:
 
 async def compress(body: bytes, coding: str) -> bytes:
     """Compress ``body`` by ``gzip`` or ``deflate``, at the fastest level."""
-    if len(body) <= _INLINE_BYTES:
+    if len(body) <= INLINE_BYTES:
         return _deflate(body, coding)
     return await asyncio.to_thread(_deflate, body, coding)
 

@@ -73,14 +73,21 @@ class AnsweringConnection(GrpcConnectionLifetime):
     def reset(self, stream: Stream, code: ErrorCode) -> None:
         """End ``stream`` at once, without a status. It is not notified."""
         if self.streams.get(stream.id) is stream:
-            del self.streams[stream.id]
+            self.remove(stream.id)
             self.sender.forget(stream)
             self.sender.write(frames.reset(stream.id, code))
             self.close_if_drained()
 
+    def remove(self, stream_id: int) -> Stream | None:
+        """Remove a stream that has ended, if it is open."""
+        stream = self.streams.pop(stream_id, None)
+        if stream is not None:
+            stream.end_receiving()
+        return stream
+
     def finish(self, stream: Stream) -> None:
         """Forget ``stream``, whose last frame was sent."""
-        if self.streams.pop(stream.id, None) is None:
+        if self.remove(stream.id) is None:
             return
         if not stream.is_half_closed:  # the client need not send the rest of its request
             self.sender.write(frames.reset(stream.id, ErrorCode.NO_ERROR))

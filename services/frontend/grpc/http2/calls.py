@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from hps.config.auth import Role
+from services.frontend.grpc.http2.receive_budget import REQUEST_TIMEOUT_S
 from services.frontend.grpc.http2.status_codes import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED
 from services.frontend.grpc.http2.unary_call import UnaryCall
 from services.frontend.grpc.responders import CallContext
@@ -14,8 +15,6 @@ from services.frontend.grpc.slow_readers import SlowReaderLimit
 
 # Threads that parse large requests.
 _LARGE_THREADS = 32
-# The time within which a call's request must arrive.
-_REQUEST_TIMEOUT_S = 60.0
 SWEEP_S = 1.0
 """The period of `PortContext.sweep`."""
 # The caller is checked again if the request arrived this long after its call: the key may be revoked.
@@ -47,7 +46,7 @@ class _CallLimit:
 class CallTable:
     """The calls with one request on all connections of a port. Only for the event loop's thread.
 
-    A call whose request does not arrive within ``_REQUEST_TIMEOUT_S`` is ended. The message of a caller
+    A call whose request does not arrive within ``REQUEST_TIMEOUT_S`` is ended. The message of a caller
     without the role is not received at all, because a message can be large.
     """
 
@@ -111,7 +110,7 @@ class CallTable:
         """End calls whose requests did not arrive in time."""
         while self._expected:
             call, since = next(iter(self._expected.items()))  # in order of arrival
-            if since > now - _REQUEST_TIMEOUT_S:
+            if since > now - REQUEST_TIMEOUT_S:
                 return
             del self._expected[call]
             call.abort(DEADLINE_EXCEEDED, "no request was received in time")

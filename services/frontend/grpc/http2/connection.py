@@ -111,7 +111,7 @@ class GrpcConnection(ControlledConnection):
                 self.fail_stream(stream_id, error)
             except CallFailed as error:
                 if (stream := self.streams.get(stream_id)) is not None:
-                    stream.fault(error.code, error.details)
+                    stream.fault(error.code, error.details, error.trailers)
         return data[at:] if at < end else b""
 
     def _data(self, stream_id: int, flags: int, payload: bytes) -> None:

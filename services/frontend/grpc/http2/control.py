@@ -61,7 +61,7 @@ class ControlledConnection(AnsweringConnection):
         self._drop(stream_id)
 
     def _drop(self, stream_id: int) -> None:
-        stream = self.streams.pop(stream_id, None)
+        stream = self.remove(stream_id)
         if stream is not None:
             self.sender.forget(stream)
             stream.gone()

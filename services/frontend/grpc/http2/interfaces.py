@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from services.frontend.grpc.http2.frames import ErrorCode
 from services.frontend.grpc.http2.headers import Trailers
 from services.frontend.grpc.http2.limits import PortSettings
+from services.frontend.grpc.http2.receive_budget import ConnectionBytes, ReceiveBudget
 from services.frontend.grpc.slow_readers import SlowReaderLimit
 
 
@@ -33,6 +34,7 @@ class CallsPort(Protocol):
     """A port, as calls use it: `PortContext`."""
 
     settings: PortSettings
+    receiving: ReceiveBudget
     thread: int
     """The event loop's thread."""
 
@@ -55,6 +57,7 @@ class StreamConnection(Protocol):
 
     running: int
     """Unary calls whose work has not ended."""
+    received_bytes: ConnectionBytes
 
     @property
     def port(self) -> CallsPort: ...

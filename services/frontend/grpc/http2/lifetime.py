@@ -12,6 +12,7 @@ from services.frontend.grpc.http2 import frames
 from services.frontend.grpc.http2.frames import MAX_WINDOW, ErrorCode
 from services.frontend.grpc.http2.limits import MAX_HEADER_LIST_BYTES
 from services.frontend.grpc.http2.port import PortContext
+from services.frontend.grpc.http2.receive_budget import ConnectionBytes
 from services.frontend.grpc.http2.sending import FrameSender
 from services.frontend.grpc.http2.streams import Stream
 
@@ -37,6 +38,7 @@ class GrpcConnectionLifetime(asyncio.Protocol):
         self.last_stream = 0
         self.running = 0
         """Unary calls whose work has not ended, also those whose client is gone."""
+        self.received_bytes = ConnectionBytes(port.receiving.budget)
         self._peer: str | None = None
         self._auth: Mapping[str, Sequence[bytes]] | None = None
         self._host = ""
@@ -66,6 +68,7 @@ class GrpcConnectionLifetime(asyncio.Protocol):
         self.sender.clear()
         streams, self.streams = self.streams, {}
         for stream in streams.values():
+            stream.end_receiving()
             stream.gone()
 
     def pause_writing(self) -> None:

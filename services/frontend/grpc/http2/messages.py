@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import zlib
 
+from services.frontend.admission.byte_budget import ByteReservation
+from services.frontend.admission.inflate import INLINE_BYTES, inflate
 from services.frontend.grpc.http2.status_codes import (
     INTERNAL,
     RESOURCE_EXHAUSTED,
     UNIMPLEMENTED,
 )
+from services.frontend.grpc.status import Trailers
 
 PREFIX_BYTES = 5
 # Smaller pieces of a message are copied together: an object per byte would take sixty times its memory.
@@ -20,11 +23,11 @@ ACCEPTED_ENCODINGS = (("grpc-accept-encoding", "identity,deflate,gzip"),)
 
 
 class CallFailed(Exception):
-    """The request is invalid; the call ends with gRPC's status ``code`` and ``details``."""
+    """The request is invalid, or rejected; the call ends with gRPC's status ``code`` and ``details``."""
 
-    def __init__(self, code: int, details: str) -> None:
+    def __init__(self, code: int, details: str, trailers: Trailers = None) -> None:
         super().__init__(details)
-        self.code, self.details = code, details
+        self.code, self.details, self.trailers = code, details, trailers
 
 
 class MessageReader:
@@ -107,17 +110,21 @@ def require_allowed(size: int, most: int) -> int:
     return size
 
 
-def decompress(message: bytes, encoding: str, most: int) -> bytes:
+def decompress(message: bytes, encoding: str, most: int, reservation: ByteReservation) -> bytes:
     """Return a compressed message's content, of at most ``most`` bytes. Thread-safe.
 
-    Raises ``CallFailed``. Never holds more than ``most`` bytes, whatever the message claims.
+    Large content and its message are reserved in ``reservation``, which the caller releases. Raises
+    ``CallFailed`` and ``Overloaded``. Never holds more than ``most`` bytes, whatever the message claims.
     """
     bits = _WINDOW_BITS.get(encoding)
     if bits is None:
         raise CallFailed(INTERNAL, f"a message is compressed, but grpc-encoding is {encoding!r}")
     unpacker = zlib.decompressobj(bits)
     try:
-        content = unpacker.decompress(message, most + 1)
+        content = unpacker.decompress(message, min(most + 1, INLINE_BYTES))
+        if not unpacker.eof and len(content) <= most:
+            reservation.grow(len(message) + len(content))
+            content = inflate(unpacker, content, most, reservation)
     except zlib.error as error:
         raise CallFailed(INTERNAL, f"cannot decompress a message ({encoding}): {error}") from None
     if len(content) > most:

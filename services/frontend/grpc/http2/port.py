@@ -15,6 +15,7 @@ from services.frontend.grpc.http2.calls import CallTable
 from services.frontend.grpc.http2.headers import CallHead
 from services.frontend.grpc.http2.interfaces import OpenConnection, StreamConnection, StreamReceiver
 from services.frontend.grpc.http2.limits import PortSettings
+from services.frontend.grpc.http2.receive_budget import ReceiveBudget
 from services.frontend.grpc.http2.sending import FrameSender
 from services.frontend.grpc.http2.streams import Stream
 from services.frontend.grpc.method_handlers import BidiStreamHandler, UnaryHandler
@@ -37,12 +38,14 @@ class PortContext:
         methods: Mapping[str, UnaryHandler | BidiStreamHandler],
         calls: CallTable,
         limit: ConnectionLimit,
+        receiving: ReceiveBudget,
         stream_call: MakeStreamReceiver,
         certificates: Certificates = lambda _transport: {},
     ) -> None:
         """``methods``: handlers by full name, ``/service/name``; other calls are UNIMPLEMENTED.
         ``certificates`` returns the names in the client's certificate as grpc's auth context has them."""
         self.settings, self.methods, self.calls, self.limit = settings, methods, calls, limit
+        self.receiving = receiving
         self.stream_call, self.certificates = stream_call, certificates
         self.connections: set[OpenConnection] = set()
         self.loop: asyncio.AbstractEventLoop
@@ -83,5 +86,6 @@ class PortContext:
         """End calls and connections that take too long; ``now`` is ``time.monotonic``. Call it about every
         second."""
         self.calls.sweep(now)
+        self.receiving.sweep(now)
         for connection in list(self.connections):
             connection.sweep(now)

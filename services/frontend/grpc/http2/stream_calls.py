@@ -12,12 +12,15 @@ from typing import NoReturn
 
 import grpc
 
+from services.frontend.admission.byte_budget import ByteBudget, ByteReservation
+from services.frontend.errors import Overloaded
 from services.frontend.grpc.http2.frames import ErrorCode
 from services.frontend.grpc.http2.headers import CallHead, Trailers
 from services.frontend.grpc.http2.interfaces import StreamConnection
 from services.frontend.grpc.http2.messages import CallFailed, decompress
 from services.frontend.grpc.http2.streams import Stream
 from services.frontend.grpc.method_handlers import BidiStreamHandler
+from services.frontend.grpc.status import call_status
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +39,10 @@ class StreamCalls:
     post: Post
     """Runs a function on the event loop, in the order of the calls, from any thread."""
 
-    def __init__(self, most: int, max_message_bytes: int) -> None:
-        """``most``: calls at a time. ``max_message_bytes``: of a decompressed message."""
-        self._most, self.max_message_bytes = most, max_message_bytes
+    def __init__(self, most: int, max_message_bytes: int, budget: ByteBudget) -> None:
+        """``most``: calls at a time. ``max_message_bytes``: of a decompressed message, which is reserved in
+        ``budget``."""
+        self._most, self.max_message_bytes, self.budget = most, max_message_bytes, budget
         self._open: set[StreamCall] = set()
 
     def leave(self, call: StreamCall) -> None:
@@ -99,6 +103,8 @@ class StreamCall:
         self._details = ""
         self._trailers: Trailers = None
         self._run_future: Future[None] | None = None
+        self._inflated = ByteReservation(calls.budget)
+        """The present message, if it was compressed. Only for the handler's thread."""
 
     def begin(self) -> None:
         """Run the handler on its pool. Called on the event loop."""
@@ -135,6 +141,7 @@ class StreamCall:
 
     def __next__(self) -> bytes:
         """Wait for the next message. Raises ``StreamEnded`` if the call is over."""
+        self._inflated.release()
         with self._changed:
             while not self._messages:
                 if self._is_over:
@@ -154,9 +161,14 @@ class StreamCall:
 
     def _decompressed(self, message: bytes) -> bytes:
         try:
-            return decompress(message, self._head.encoding, self._calls.max_message_bytes)
+            most = self._calls.max_message_bytes
+            return decompress(message, self._head.encoding, most, self._inflated)
         except CallFailed as error:
             self._code, self._details = _CODES[error.code], error.details
+            raise StreamEnded from None
+        except Overloaded as error:
+            self._code, _, self._trailers = call_status(error)
+            self._details = str(error)
             raise StreamEnded from None
 
     def _run(self) -> None:
@@ -170,6 +182,7 @@ class StreamCall:
             if self._code is _OK:
                 log.exception("stream failed; answering INTERNAL")
                 self._code, self._details = grpc.StatusCode.INTERNAL, "internal error"
+        self._inflated.release()
         self._end()
         self._calls.leave(self)
 

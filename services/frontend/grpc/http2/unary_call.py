@@ -11,6 +11,8 @@ from threading import get_ident
 from typing import Any
 
 from hps.errors import HpsError
+from services.frontend.admission.byte_budget import ByteReservation
+from services.frontend.errors import Overloaded
 from services.frontend.grpc import responders
 from services.frontend.grpc.http2.frames import ErrorCode
 from services.frontend.grpc.http2.headers import CallHead, Trailers
@@ -33,6 +35,7 @@ class UnaryCall(Stream):
 
     __slots__ = (
         "_has_answer",
+        "_held",
         "_is_gone",
         "_is_released",
         "_on_gone",
@@ -50,6 +53,8 @@ class UnaryCall(Stream):
         self._has_answer = self._is_gone = self._is_released = False
         self._on_gone: Callable[[], object] | None = None
         self._work: Future[Any] | None = None
+        self._held: ByteReservation | None = None
+        """The request's bytes in the byte budget, while the handler has not admitted it."""
 
     # CallContext
 
@@ -74,25 +79,47 @@ class UnaryCall(Stream):
     def message(self, message: bytes, is_compressed: bool) -> None:
         if not self.connection.port.calls.request_received(self):
             return  # a second message, or the call has ended
+        held = None  # a message of one frame is not counted
+        if self.received is not None:
+            held, self.received = self.received.hand_over(), None
         if is_compressed:
-            self.connection.port.calls.run_on_pool(partial(self._run, self._decompress, message))
+            self.connection.port.calls.run_on_pool(
+                partial(self._run, self._decompress, message, held)
+            )
         else:
-            self._begin(message)
+            self._begin(message, held)
 
-    def _begin(self, message: bytes) -> None:
+    def _begin(self, message: bytes, held: ByteReservation | None) -> None:
+        self._held = held
         try:
             self.handler.begin(message, self)
         except BaseException:
             self.failed()
+        if not self.handler.is_auxiliary:  # others wait for a thread with their messages
+            self._release_bytes()
 
-    def _decompress(self, message: bytes) -> None:
-        most = self.connection.port.settings.max_message_bytes
+    def _decompress(self, message: bytes, held: ByteReservation | None) -> None:
+        port = self.connection.port
+        reservation = ByteReservation(port.receiving.budget)
         try:
-            content = decompress(message, self.head.encoding, most)
-        except CallFailed as error:
-            self.abort(error.code, error.details)
+            content = decompress(
+                message, self.head.encoding, port.settings.max_message_bytes, reservation
+            )
+        except (CallFailed, Overloaded) as error:
+            reservation.release()
+            if isinstance(error, Overloaded):
+                error = port.receiving.failure(error)
+            self.abort(error.code, error.details, error.trailers)
         else:
-            self.connection.port.post(self._begin, content)
+            port.post(self._begin, content, reservation)
+        finally:
+            if held is not None:
+                held.release()
+
+    def _release_bytes(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
 
     def half_closed(self) -> None:
         if self.connection.port.calls.forget(self):
@@ -113,8 +140,9 @@ class UnaryCall(Stream):
         if self._on_gone is not None:
             self._call_on_gone()
 
-    def fault(self, code: int, details: str) -> None:
-        self.abort(code, details)
+    def fault(self, code: int, details: str, trailers: Trailers = None) -> None:
+        self.discard_rest()
+        self.abort(code, details, trailers)
 
     def _call_on_gone(self) -> None:
         on_gone, self._on_gone = self._on_gone, None
@@ -131,9 +159,17 @@ class UnaryCall(Stream):
 
     def run(self, work: Callable[[], None], size: int) -> None:
         if size > responders.LARGE_BYTES:
-            self.connection.port.calls.run_on_pool(partial(self._run, work))
+            held, self._held = self._held, None
+            self.connection.port.calls.run_on_pool(partial(self._run_large, work, held))
         else:
             work()
+
+    def _run_large(self, work: Callable[[], None], held: ByteReservation | None) -> None:
+        try:
+            self._run(work)
+        finally:
+            if held is not None:
+                held.release()
 
     def _run(self, work: Callable[..., None], *arguments: Any) -> None:
         """Run ``work``; an exception ends the call."""
@@ -157,6 +193,7 @@ class UnaryCall(Stream):
     def _release(self) -> None:
         if not self._is_released:
             self._is_released = True
+            self._release_bytes()
             self.connection.running -= 1
             self.connection.port.calls.release(self)
 

@@ -174,7 +174,7 @@ def test_ended_calls_are_not_counted(serve, small):
 
 
 def test_calls_without_a_request_block_no_others_and_end(serve, monkeypatch):
-    monkeypatch.setattr(module, "_REQUEST_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.0)
     monkeypatch.setattr(module, "SWEEP_S", 2.0)
     server = serve()
     gate = threading.Event()

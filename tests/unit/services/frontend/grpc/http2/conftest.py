@@ -14,6 +14,7 @@ import hpack
 import pytest
 
 from hps.errors import Unavailable
+from services.frontend.admission.byte_budget import ByteBudget
 from services.frontend.connection_limit import ConnectionLimit
 from services.frontend.grpc.http2 import frames
 from services.frontend.grpc.http2.calls import CallTable
@@ -21,6 +22,7 @@ from services.frontend.grpc.http2.connection import GrpcConnection
 from services.frontend.grpc.http2.limits import PortSettings
 from services.frontend.grpc.http2.port import PortContext
 from services.frontend.grpc.http2.preface import PREFACE
+from services.frontend.grpc.http2.receive_budget import ReceiveBudget
 from services.frontend.grpc.method_handlers import (
     BidiStreamHandler,
     ServerStreamHandler,
@@ -63,17 +65,21 @@ class EchoStream:
 class Port:
     """The port, its calls and streams."""
 
-    def __init__(self, *, most=64, auxiliary=8, check=None, connections=100, **settings):
+    def __init__(
+        self, *, most=64, auxiliary=8, check=None, connections=100, queue_bytes=1 << 28, **settings
+    ):
         self.threads = ThreadPoolExecutor(4)
         self.gate = threading.Event()
         self.gone = threading.Event()
         self.streams = []
         self.calls = CallTable(most, auxiliary, check)
+        self.budget, self.rejections = ByteBudget(queue_bytes), []
         self.context = PortContext(
             PortSettings(**{"max_message_bytes": 1 << 22, **settings}),
             self._methods(),
             self.calls,
             ConnectionLimit(connections),
+            ReceiveBudget(self.budget, lambda: self.rejections.append(1)),
             self._stream,
         )
         self.loop = asyncio.new_event_loop()
@@ -106,6 +112,9 @@ class Port:
         def size(message, reply):
             reply.answer(b"%d" % len(message))
 
+        def large(message, reply):
+            reply.run(lambda: (gate.wait(30), reply.answer(b"%d" % len(message))), len(message))
+
         def broken(message, reply):
             raise RuntimeError("broken")
 
@@ -116,6 +125,8 @@ class Port:
             "/test/Big": UnaryHandler(lambda m, reply: reply.answer(b"x" * int(m))),
             "/test/Size": UnaryHandler(size),
             "/test/Later": UnaryHandler(later),
+            "/test/Large": UnaryHandler(large),
+            "/test/Auxiliary": ServerStreamHandler(later),
             "/test/Broken": UnaryHandler(broken),
             "/test/Metadata": UnaryHandler(
                 lambda m, r: r.answer(repr((r.invocation_metadata(), r.peer())).encode())

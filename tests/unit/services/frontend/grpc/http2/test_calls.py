@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from hps.errors import Unauthenticated
-from services.frontend.grpc.http2 import calls as calls_module
+from services.frontend.grpc.http2.receive_budget import REQUEST_TIMEOUT_S
 from tests.support.waiting import until
 
 
@@ -190,9 +190,9 @@ def test_call_whose_request_does_not_arrive_ends(port, channel):
 
     call = channel.stream_unary("/test/Echo").future(nothing(), timeout=300)
     until(lambda: port.calls._expected)
-    port.sweep(calls_module._REQUEST_TIMEOUT_S - 1)
+    port.sweep(REQUEST_TIMEOUT_S - 1)
     assert not call.done()
-    port.sweep(calls_module._REQUEST_TIMEOUT_S + 1)
+    port.sweep(REQUEST_TIMEOUT_S + 1)
     assert call.exception(30).code() is grpc.StatusCode.DEADLINE_EXCEEDED
     over.set()
     assert not port.calls.requests.open

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from hps.errors import Unavailable
+from services.frontend.admission.byte_budget import ByteBudget
 from services.frontend.grpc.http2 import stream_calls
 from services.frontend.grpc.http2.headers import CallHead
 from services.frontend.grpc.http2.stream_calls import StreamCalls
@@ -59,7 +60,7 @@ def head(timeout_s=math.inf, encoding="identity"):
 def begin():
     """``begin(behavior, **head)``: a connection, and a call on it; posted work runs at once."""
     pool = ThreadPoolExecutor(2)
-    calls = StreamCalls(2, LIMIT)
+    calls = StreamCalls(2, LIMIT, ByteBudget(1 << 20))
     calls.post = lambda function, *arguments: function(*arguments)
 
     def make(behavior, **of_head):
@@ -201,7 +202,7 @@ def test_refused_handler_is_unavailable(begin):
     with ThreadPoolExecutor(1) as pool:
         handler = BidiStreamHandler(echo, pool)
         handler.refuse(Unavailable("stopping"))
-        calls = StreamCalls(1, LIMIT)
+        calls = StreamCalls(1, LIMIT, ByteBudget(1 << 20))
         calls.post = lambda function, *arguments: function(*arguments)
         calls.begin(connection, STREAM, head(), handler)
         until(lambda: connection.ends)
@@ -234,7 +235,7 @@ def test_calls_are_limited_and_leave(begin):
 
 def test_call_without_a_thread_leaves_when_its_client_is_gone():
     with ThreadPoolExecutor(1) as pool, stuck() as behavior:
-        calls = StreamCalls(2, LIMIT)
+        calls = StreamCalls(2, LIMIT, ByteBudget(1 << 20))
         handler = BidiStreamHandler(behavior, pool)
         calls.begin(Connection(), STREAM, head(), handler).gone()
         queued = calls.begin(Connection(), STREAM, head(), handler)
