@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +21,9 @@ from services.frontend.grpc.http2.streams import Stream
 _STALL_S = 75.0
 # The time that a client has to confirm the begin of the graceful end, in which it may still begin calls.
 _DRAIN_S = 1.0
+# TCP keepalive: seconds without data, seconds between probes, and their number. A client that has vanished
+# with an open stream, such as one that watches health, would keep its connection for ever.
+_KEEPALIVE = (300, 30, 4)
 # The share of the age by which connections differ, so that clients do not all reconnect together.
 _AGE_SPREAD = 0.1
 _DRAIN_PING = b"hpsdrain"
@@ -53,6 +57,7 @@ class GrpcConnectionLifetime(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]  # a stream's transport
         self.sender = FrameSender(self.transport, self.port)
+        _enable_keepalive(transport.get_extra_info("socket"))
         self._host = _host(transport.get_extra_info("peername"))
         self._is_counted = self.port.limit.enter(self._host)
         self.port.connections.add(self)
@@ -178,6 +183,15 @@ class GrpcConnectionLifetime(asyncio.Protocol):
         if not unsent or progress != self._progress:
             self._progress, self._progress_since = progress, now
         return now - self._progress_since > _STALL_S
+
+
+def _enable_keepalive(sock: socket.socket) -> None:
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
+    for option, value in zip(options, _KEEPALIVE, strict=True):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _host(address: Any) -> str:
