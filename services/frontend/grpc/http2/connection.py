@@ -12,9 +12,10 @@ from services.frontend.grpc.http2.frames import (
     ErrorCode,
     StreamFailed,
 )
-from services.frontend.grpc.http2.headers import CallHead, HeaderDecoder
+from services.frontend.grpc.http2.headers import CallHead, HeaderDecoder, list_bytes
 from services.frontend.grpc.http2.limits import (
     LARGE_BLOCK_BYTES_PER_FRAME,
+    LARGE_LIST_FRAMES,
     MAX_BLOCK_BYTES,
     MAX_BLOCK_FRAMES,
     MAX_HEADER_LIST_BYTES,
@@ -160,7 +161,7 @@ class GrpcConnection(ControlledConnection):
         if len(block) > MAX_HEADER_LIST_BYTES:
             self.spend(len(block) // LARGE_BLOCK_BYTES_PER_FRAME)
         if stream_id <= self.last_stream:
-            self._headers.decode(block)  # keeps the decoder's table in step
+            self._decode_unused(block)
             stream = self.streams.get(stream_id)
             if stream is None or stream.is_half_closed:
                 raise StreamFailed(ErrorCode.STREAM_CLOSED, "HEADERS after the call's end")
@@ -169,16 +170,23 @@ class GrpcConnection(ControlledConnection):
             stream.end_by_trailers()
             return
         if self._is_last_known:
-            self._headers.decode(block)
+            self._decode_unused(block)
             return  # after GOAWAY: the client makes the call elsewhere
         self.last_stream = stream_id
         head = self._headers.call_head(block)
+        if head.is_too_large:
+            self.spend(LARGE_LIST_FRAMES)
         open_calls = max(len(self.streams), self.running)
         if open_calls >= self.port.settings.max_calls_per_connection:
             raise StreamFailed(ErrorCode.REFUSED_STREAM, "too many calls")
         self._begin_call(stream_id, head)
         if flags & END_STREAM and (begun := self.streams.get(stream_id)) is not None:
             begun.end_by_trailers()
+
+    def _decode_unused(self, block: bytes) -> None:
+        """Decode a block that begins no call, to keep the decoder's table in step."""
+        if list_bytes(self._headers.decode(block)) > MAX_HEADER_LIST_BYTES:
+            self.spend(LARGE_LIST_FRAMES)
 
     def _begin_call(self, stream_id: int, head: CallHead) -> None:
         handler = self.port.methods.get(head.path)

@@ -44,7 +44,7 @@ class ControlledConnection(AnsweringConnection):
 
     def spend(self, cost: int = 1) -> None:
         """Count a frame that serves no call, or one as costly as several. Raises ``ConnectionFailed``."""
-        if not self._budget.spend(self.sender.data_frames, cost):
+        if not self._budget.spend(self.sender.answers, cost):
             raise ConnectionFailed(ErrorCode.ENHANCE_YOUR_CALM, "too many useless frames")
 
     def require_begun(self, stream_id: int, name: str) -> None:

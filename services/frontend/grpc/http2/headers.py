@@ -41,7 +41,7 @@ _TRAILER_NAME = re.compile(r"[0-9a-z_.-]+")
 
 class CallHead(NamedTuple):
     """The head of a call. ``timeout_s`` is inf without a deadline; ``http_error`` is an HTTP status for a
-    request that is no gRPC call, ``is_too_large`` is true if its metadata exceed their limit."""
+    request that is no gRPC call. If the metadata exceed their limit, only ``is_too_large`` is meant."""
 
     path: str
     metadata: Metadata
@@ -70,8 +70,10 @@ class HeaderDecoder:
         if head is not None:
             return head
         fields = self.decode(block)
-        size = sum(len(name) + len(value) + _FIELD_BYTES for name, value in fields)
-        head = _call_head(fields, is_too_large=size > MAX_HEADER_LIST_BYTES)
+        size = list_bytes(fields)
+        if size > MAX_HEADER_LIST_BYTES:
+            return _TOO_LARGE
+        head = _call_head(fields)
         if len(block) <= _CACHED_BLOCK and size <= _CACHED_LIST and not changes_table(block):
             memoize(self._cache, block, head, _CACHED)
         return head
@@ -89,6 +91,11 @@ class HeaderDecoder:
         if self._cache and changes_table(block):
             self._cache.clear()
         return fields  # type: ignore[return-value]  # bytes, as they are raw
+
+
+def list_bytes(fields: Iterable[tuple[bytes, bytes]]) -> int:
+    """Return the size of a header list as HTTP/2 counts it."""
+    return sum(len(name) + len(value) + _FIELD_BYTES for name, value in fields)
 
 
 def changes_table(block: bytes) -> bool:
@@ -124,7 +131,10 @@ def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
             return value, at
 
 
-def _call_head(fields: Iterable[tuple[bytes, bytes]], *, is_too_large: bool) -> CallHead:
+_TOO_LARGE = CallHead("", (), math.inf, "identity", is_too_large=True)
+
+
+def _call_head(fields: Iterable[tuple[bytes, bytes]]) -> CallHead:
     pseudo: dict[bytes, bytes] = {}
     protocol: dict[bytes, bytes] = {}
     metadata: list[tuple[str, str | bytes]] = []
@@ -150,7 +160,6 @@ def _call_head(fields: Iterable[tuple[bytes, bytes]], *, is_too_large: bool) -> 
         _timeout_s(protocol.get(b"grpc-timeout")),
         protocol.get(b"grpc-encoding", b"identity").decode("latin-1"),
         _http_error(method, protocol.get(b"content-type", b"")),
-        is_too_large,
     )
 
 

@@ -14,16 +14,16 @@ MAX_HEADER_LIST_BYTES = 16_384
 # decoded further. In between, the call alone fails.
 MAX_BLOCK_BYTES = 6 * MAX_HEADER_LIST_BYTES
 MAX_BLOCK_FRAMES = 16
-LARGE_BLOCK_BYTES_PER_FRAME = 32
-"""A block that exceeds the bound of metadata counts as a useless frame per so many bytes: decoding takes
-long."""
+LARGE_BLOCK_BYTES_PER_FRAME, LARGE_LIST_FRAMES = 16, 1000
+"""A block that exceeds the bound of metadata counts as a useless frame per so many bytes, and one that
+decodes to more as so many frames: decoding takes up to 10 ms."""
 SETTINGS_BYTES_PER_FRAME, BLOCKED_STREAMS_PER_FRAME = 64, 16
 """SETTINGS count as a further useless frame per so many bytes, and per so many streams whose answers wait for
 a window: each is examined."""
 # Frames without use (pings, settings, empty data, resets, unknown ones) that a connection may send at once,
-# per second, and per DATA frame of its answers: clients ping once per round trip while they receive (BDP
-# estimation), and cancel a share of their calls.
-_BURST, _PER_S, _PER_ANSWER = 4_000, 2_000, 4
+# per second, and per DATA frame or status of its answers: clients ping once per round trip while they receive
+# (BDP estimation), and reset calls whose deadlines pass, in an overload all of them.
+_BURST, _PER_S, _PER_ANSWER = 10_000, 5_000, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class FrameBudget:
     def spend(self, answers: int, cost: int = 1) -> bool:
         """Count one frame, or several; False if the client sends too many of them.
 
-        ``answers``: the DATA frames of answers that the connection has sent so far."""
+        ``answers``: the DATA frames and statuses that the connection has sent so far."""
         if self._left < cost:
             now = time.monotonic()
             earned = int((now - self._since) * _PER_S) + (answers - self._answers) * _PER_ANSWER

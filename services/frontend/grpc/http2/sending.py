@@ -64,8 +64,8 @@ class FrameSender:
         self._block_prefix = b""
         self.written = 0
         """Number of writes: a sign of progress."""
-        self.data_frames = 0
-        """Number of DATA frames sent."""
+        self.answers = 0
+        """Number of DATA frames and statuses sent."""
 
     # The socket
 
@@ -172,7 +172,7 @@ class FrameSender:
             self.send_message(stream, message, None)
             return self.end(stream, TRAILERS_OK)
         self._window -= size
-        self.data_frames += 1
+        self.answers += 1
         sid = stream.id.to_bytes(4, "big")
         self.write(
             b"".join(
@@ -214,6 +214,7 @@ class FrameSender:
         """Send the last header block of ``stream``, after its messages; False if it must wait."""
         outgoing = self._ready.get(stream) or self._blocked.get(stream)
         if outgoing is None:
+            self.answers += 1
             self.write(self._header_frames(stream, block, END_STREAM))
             return True
         outgoing.trailers = block
@@ -253,7 +254,7 @@ class FrameSender:
             part = data[: min(allowed - taken, self.peer.max_frame)]
             parts += (len(part).to_bytes(3, "big") + _DATA_KIND + sid, part)
             taken += len(part)
-            self.data_frames += 1
+            self.answers += 1
             if len(part) < len(data):
                 items.appendleft((data[len(part) :], done))
             elif done is not None:

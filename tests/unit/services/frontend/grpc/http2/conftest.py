@@ -183,6 +183,7 @@ class RawClient:
 
     def __init__(self, port, *, preface=True, settings=b""):
         self.socket = socket.create_connection(("127.0.0.1", port.number), 20)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.encoder, self.decoder = hpack.Encoder(), hpack.Decoder()
         self._data = b""
         if preface:

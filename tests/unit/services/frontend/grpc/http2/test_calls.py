@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 
@@ -249,3 +250,10 @@ def test_idle_and_unfinished_connections_end(port, connect):
     assert greeted.receive_kind(7) is not None
     port.sweep(303)
     assert greeted.receive_kind(99) is None
+
+
+def test_vanished_clients_are_noticed(port, raw):
+    raw.ping()
+    sock = port.connection.transport.get_extra_info("socket")
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 300

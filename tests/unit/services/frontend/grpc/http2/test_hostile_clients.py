@@ -5,11 +5,10 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from contextlib import suppress
 
 import pytest
 
-from services.frontend.grpc.http2 import frames, limits
+from services.frontend.grpc.http2 import frames
 from services.frontend.grpc.http2 import lifetime as lifetime_module
 from services.frontend.grpc.http2.frames import (
     END_HEADERS,
@@ -149,19 +148,6 @@ def test_metadata_beyond_their_limit_are_rejected(raw):
     ok(raw, 3)
 
 
-def test_flood_of_large_metadata_ends_the_connection(raw, monkeypatch):
-    monkeypatch.setattr(limits, "_PER_S", 10)
-    with suppress(ConnectionError):
-        for stream in range(1, 9, 2):
-            block = raw.encoder.encode([*HEAD, ("a", "x" * 40_000)], huffman=False)
-            raw.frame(HEADERS, END_STREAM, stream, block[:16_384])
-            raw.frame(CONTINUATION, 0, stream, block[16_384:32_768])
-            raw.frame(CONTINUATION, END_HEADERS, stream, block[32_768:])
-            if stream == 1:
-                assert raw.status(1)["grpc-status"] == "8"
-    assert raw.goodbye() is CALM
-
-
 def test_large_metadata_arrive_by_continuation(raw):
     block = raw.encoder.encode([(n, v) for n, v in HEAD_FIELDS], huffman=False)
     raw.frame(HEADERS, END_STREAM, 1, block[:5])
@@ -178,85 +164,6 @@ HEAD_FIELDS = [
     ("content-type", "application/grpc"),
     ("big", "y" * 10_000),
 ]
-
-
-@pytest.mark.parametrize("piece", [b"", b"x", b"x" * 16_384])
-def test_continuation_flood_ends_the_connection(raw, piece):
-    raw.frame(HEADERS, 0, 1, b"")
-    raw.send(frames.frame(CONTINUATION, 0, 1, piece) * 20)
-    assert raw.goodbye() is CALM
-
-
-def test_hpack_bomb_ends_the_connection(raw):
-    bomb = b"\x40\x01a\x7f\x81\x1e" + b"x" * 4000  # one entry of the table, then references to it
-    raw.frame(HEADERS, END_HEADERS, 1, bomb + b"\xbe" * 8000)
-    assert raw.goodbye() in (CALM, ErrorCode.COMPRESSION_ERROR)
-
-
-@pytest.mark.parametrize(
-    "useless",
-    [
-        frames.frame(frames.PING, 0, 0, b"12345678"),
-        frames.frame(frames.SETTINGS, 0, 0, b""),
-        frames.frame(frames.PRIORITY, 0, 1, b"12345"),
-        frames.frame(DATA, 0, 1, b""),
-        frames.frame(200, 0, 0, b""),
-    ],
-    ids=["ping", "settings", "priority", "empty", "unknown"],
-)
-def test_flood_of_useless_frames_ends_the_connection(port, raw, useless, monkeypatch):
-    monkeypatch.setattr(limits, "_PER_S", 10)
-    raw.head(1, path="/test/Hold")
-    raw.send(useless * (limits._BURST - 100))
-    raw.ping()
-    raw.send(useless * 300)
-    assert raw.goodbye() is CALM
-    until(lambda: not port.context.connections)
-
-
-def test_settings_cost_as_much_as_the_streams_that_they_concern(port, connect):
-    client = connect(port, settings=struct.pack(">HL", 4, 0))
-    for stream in range(1, 2 * 512, 2):
-        client.head(stream, path="/test/Big")
-        client.message(stream, b"1")
-    client.ping()
-    assert port.call(lambda: port.connection.sender.blocked_streams) == 512
-    with suppress(ConnectionError):
-        client.send(frames.frame(frames.SETTINGS, 0, 0, b"") * 300)
-    assert client.goodbye() is CALM
-
-
-def test_settings_of_many_entries_cost_as_much_as_several(raw):
-    large = frames.frame(frames.SETTINGS, 0, 0, struct.pack(">HL", 99, 1) * 10_000)
-    with suppress(ConnectionError):
-        raw.send(large * 10)
-    assert raw.goodbye() is CALM
-
-
-def test_pings_and_resets_between_answers_are_no_flood(port, raw, monkeypatch):
-    monkeypatch.setattr(limits, "_PER_S", 0)
-    ping = frames.frame(frames.PING, 0, 0, b"bdp-ping")
-    for stream in range(1, limits._BURST, 4):
-        ok(raw, stream)
-        raw.send(ping * 3)
-        raw.head(stream + 2)
-        raw.send(frames.reset(stream + 2, ErrorCode.CANCEL))
-    raw.ping()
-    raw.send(ping * (limits._BURST + 10))
-    assert raw.goodbye() is CALM
-
-
-def test_rapid_reset_ends_the_connection_and_holds_no_slot(port, raw, monkeypatch):
-    monkeypatch.setattr(limits, "_PER_S", 10)
-    raw.head(1)
-    with suppress(ConnectionError):
-        for stream in range(3, 2 * limits._BURST + 400, 2):
-            raw.head(stream)
-            raw.send(frames.reset(stream, ErrorCode.CANCEL))
-    assert raw.goodbye() is CALM
-    until(lambda: not port.context.connections)
-    assert not port.calls.requests.open
-    assert not port.calls._expected
 
 
 def test_reset_calls_whose_work_runs_count_on_their_connection(make_port, connect):
