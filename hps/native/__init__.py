@@ -14,6 +14,7 @@ from hps.native import (
     twin_cache,
     twin_codec,
     twin_in_flight,
+    twin_mapped,
     twin_misses,
     twin_pool,
     twin_resp,
@@ -28,6 +29,11 @@ count_in_buckets = twin.count_in_buckets
 cache_bytes = twin_cache.cache_bytes
 CacheTable = twin_cache.CacheTable
 gather_all = twin_cache.gather_all
+MappedTable = twin_mapped.MappedTable
+bitmap_words = twin_mapped.bitmap_words
+index_hashes = twin_mapped.index_hashes
+build_index_part = twin_mapped.build_index_part
+place_records = twin_mapped.place_records
 gather_misses = twin_misses.gather_misses
 copy_keys = twin_misses.copy_keys
 WorkerPool = twin_misses.WorkerPool
@@ -55,6 +61,11 @@ if _mode != "off":
         cache_bytes = _core.cache_bytes
         CacheTable = _core.CacheTable  # type: ignore[misc,assignment] # its twin has the same methods
         gather_all = _core.gather_all  # type: ignore[assignment]
+        MappedTable = _core.MappedTable  # type: ignore[misc,assignment]
+        bitmap_words = _core.bitmap_words
+        index_hashes = _core.index_hashes
+        build_index_part = _core.build_index_part
+        place_records = _core.place_records
         gather_misses = _core.gather_misses  # type: ignore[assignment]
         copy_keys = _core.copy_keys  # type: ignore[assignment]
         WorkerPool = _core.WorkerPool  # type: ignore[misc,assignment]
@@ -71,9 +82,12 @@ __all__ = [
     "COMPILED",
     "CacheTable",
     "InFlight",
+    "MappedTable",
     "ProtocolError",
     "RowReplies",
     "WorkerPool",
+    "bitmap_words",
+    "build_index_part",
     "cache_bytes",
     "copy_keys",
     "count_in_buckets",
@@ -84,7 +98,9 @@ __all__ = [
     "encode_hps",
     "gather_all",
     "gather_misses",
+    "index_hashes",
     "partition_hash",
+    "place_records",
     "pool_rows",
     "stack_distances",
 ]

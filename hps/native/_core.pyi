@@ -117,6 +117,88 @@ class CacheTable:
     def top_k(self, n: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """See twin_cache.CacheTable.top_k."""
 
+class MappedTable:
+    """See twin_mapped.MappedTable. Raises TypeError or ValueError for arrays that do not fit.
+
+    Reads raise RuntimeError once a page of the file could not be read. ``kernels``: one of
+    ``cache_kernels()``; None selects the fastest."""
+
+    def __init__(
+        self,
+        file: int,
+        like: NDArray[Any],
+        sections: list[int],
+        parts: NDArray[np.uint32],
+        remap_entries: int,
+        version: int,
+        code: int,
+        bitmap: NDArray[np.uint64] | None = None,
+        kernels: str | None = None,
+    ) -> None: ...
+
+    threads: int
+    """The number of threads that a fetch of many keys may use."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def is_damaged(self) -> bool:
+        """True once a page of the file could not be read."""
+
+    @property
+    def overridden(self) -> int: ...
+    def fetch(
+        self,
+        keys: NDArray[np.int64],
+        missing: NDArray[np.int64],
+        out: NDArray[Any],
+        versions: NDArray[np.uint64],
+        source: NDArray[np.uint8],
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+        """See twin_mapped.MappedTable.fetch."""
+
+    def gather(self, keys: NDArray[np.int64], out: NDArray[Any]) -> bool:
+        """See twin_mapped.MappedTable.gather."""
+
+    def positions(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See twin_mapped.MappedTable.positions."""
+
+    def copy_records(self, positions: NDArray[np.int64], out: NDArray[Any]) -> None:
+        """Copy the rows of known records: the lower bound for benchmarks of lookups."""
+
+    def populate(self, keys: NDArray[np.int64]) -> int:
+        """See twin_mapped.MappedTable.populate."""
+
+    def resident(self, begin: int, end: int) -> float:
+        """See twin_mapped.MappedTable.resident."""
+
+    def override_keys(self, keys: NDArray[np.int64]) -> int:
+        """See twin_mapped.MappedTable.override_keys."""
+
+    def clear_overrides(self) -> None:
+        """Remove all marks."""
+
+def bitmap_words(rows: int) -> int:
+    """See twin_mapped.bitmap_words."""
+
+def index_hashes(keys: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
+    """See twin_mapped.index_hashes."""
+
+def build_index_part(
+    hashes: NDArray[np.uint64], first_bucket: int, buckets: int, n_buckets: int, slots: int
+) -> tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32]] | None:
+    """See twin_mapped.build_index_part."""
+
+def place_records(
+    positions: NDArray[np.uint32],
+    keys: NDArray[np.int64],
+    rows: NDArray[Any],
+    records: NDArray[np.uint8],
+) -> None:
+    """See twin_mapped.place_records."""
+
 def gather_all(
     tables: dict[Any, CacheTable],
     requests: list[tuple[Any, NDArray[np.int64], NDArray[Any]]],

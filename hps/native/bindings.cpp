@@ -69,6 +69,7 @@ NB_MODULE(_core, m) {
   bind_gather(m);
   bind_in_flight(m);
   bind_launch(m);
+  bind_mapped(m);
   bind_misses(m);
   bind_resp(m);
   bind_scheduler(m);

@@ -55,6 +55,8 @@ void bind_codec(nb::module_& m);
 void bind_in_flight(nb::module_& m);
 // Adds FetchLaunch and the functions of launches.
 void bind_launch(nb::module_& m);
+// Adds MappedTable and the functions that build its file.
+void bind_mapped(nb::module_& m);
 // Adds WorkerPool, gather_misses and copy_keys.
 void bind_misses(nb::module_& m);
 // Adds RowReplies and ProtocolError.

@@ -137,22 +137,13 @@ class CacheTable:
         them; then bags without any of these are left unchanged. Returns the positions of keys without a
         row, None if there are none; their bags are undefined. Counts as a use of the keys.
         """
-        bags, n = len(out), len(keys)
-        offsets = twin_pool.full_offsets(offsets, bags, n)
-        vectors = np.zeros((n, out.shape[1]), out.dtype)
-        versions, source = np.zeros(n, np.uint64), np.zeros(n, np.uint8)
-        self.fetch(keys, np.arange(n), 0, vectors, versions, source)
-        has_no_row, wanted = source == 0, np.ones(bags, bool)
-        if supplied is not None:
-            positions, rows = supplied
-            wanted[:] = False
-            wanted[np.searchsorted(offsets, positions, side="right") - 1] = True
-            vectors[positions], has_no_row[positions] = rows, False
-            has_no_row &= np.repeat(wanted, np.diff(offsets))
-        with np.errstate(all="ignore"):
-            out[wanted] = twin_pool.pool(vectors, offsets, weights, divisors)[wanted]
-        missing = np.flatnonzero(has_no_row)
-        return missing if len(missing) else None
+        return twin_pool.pool_bags(self._fetch_all, keys, offsets, weights, divisors, out, supplied)
+
+    def _fetch_all(self, keys: KeyArray, vectors: VectorArray) -> NDArray[np.bool_]:
+        """Fetch the rows of all ``keys`` into ``vectors``; return which keys have none."""
+        versions, source = np.zeros(len(keys), np.uint64), np.zeros(len(keys), np.uint8)
+        self.fetch(keys, np.arange(len(keys)), 0, vectors, versions, source)
+        return np.equal(source, 0)
 
     def _find(self, keys: KeyArray) -> tuple[IndexArray, IndexArray]:
         """Return bucket and slot of each key; -1 and 0 if it has none."""

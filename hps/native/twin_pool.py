@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.types import IndexArray, VectorArray
+from hps.types import IndexArray, KeyArray, VectorArray
 
 Floats = NDArray[np.float32]
 
@@ -25,6 +26,34 @@ def pool_rows(
     vectors = rows if numbers is None else rows.take(numbers, axis=0)
     with np.errstate(all="ignore"):
         out[...] = pool(vectors, full_offsets(offsets, len(out), len(vectors)), weights, divisors)
+
+
+def pool_bags(
+    fetch: Callable[[KeyArray, VectorArray], NDArray[np.bool_]],
+    keys: KeyArray,
+    offsets: IndexArray | None,
+    weights: Floats | None,
+    divisors: Floats | None,
+    out: VectorArray,
+    supplied: tuple[IndexArray, VectorArray] | None,
+) -> IndexArray | None:
+    """Pool as `CacheTable.pool_bags` describes.
+
+    ``fetch`` writes the rows (n, dim) of keys (n,), and returns which of these have no row."""
+    bags, n = len(out), len(keys)
+    offsets = full_offsets(offsets, bags, n)
+    vectors = np.zeros((n, out.shape[1]), out.dtype)
+    has_no_row, wanted = fetch(keys, vectors), np.ones(bags, bool)
+    if supplied is not None:
+        positions, rows = supplied
+        wanted[:] = False
+        wanted[np.searchsorted(offsets, positions, side="right") - 1] = True
+        vectors[positions], has_no_row[positions] = rows, False
+        has_no_row &= np.repeat(wanted, np.diff(offsets))
+    with np.errstate(all="ignore"):
+        out[wanted] = pool(vectors, offsets, weights, divisors)[wanted]
+    missing = np.flatnonzero(has_no_row)
+    return missing if len(missing) else None
 
 
 def full_offsets(offsets: IndexArray | None, bags: int, n: int) -> IndexArray:
