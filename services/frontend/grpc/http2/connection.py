@@ -20,11 +20,7 @@ from services.frontend.grpc.http2.limits import (
     MAX_BLOCK_FRAMES,
     MAX_HEADER_LIST_BYTES,
 )
-from services.frontend.grpc.http2.messages import (
-    ACCEPTED_ENCODINGS,
-    CallFailed,
-    require_encoding,
-)
+from services.frontend.grpc.http2.messages import ACCEPTED_ENCODINGS, ENCODINGS, CallFailed
 from services.frontend.grpc.http2.port import PortContext
 from services.frontend.grpc.http2.preface import NotHttp2, preface_size
 from services.frontend.grpc.http2.status_codes import RESOURCE_EXHAUSTED, UNIMPLEMENTED
@@ -190,33 +186,28 @@ class GrpcConnection(ControlledConnection):
 
     def _begin_call(self, stream_id: int, head: CallHead) -> None:
         handler = self.port.methods.get(head.path)
-        if handler is None or head.http_error or head.is_too_large or head.encoding != "identity":
+        if handler is None or head.http_error or head.encoding not in ENCODINGS:
             stream = self.streams[stream_id] = Stream(self, stream_id, head)
-            if not self._is_acceptable(stream, known=handler is not None):
-                return
-        if isinstance(handler, BidiStreamHandler):
+            self._reject_call(stream)
+        elif isinstance(handler, BidiStreamHandler):
             opened = self.streams[stream_id] = BidiStream(self, stream_id, head)
             opened.call = self.port.stream_call(self, opened, head, handler)
-        elif handler is not None:
+        else:
             call = self.streams[stream_id] = UnaryCall(self, stream_id, head, handler)
             self.running += 1
             self.port.calls.take(call)
 
-    def _is_acceptable(self, stream: Stream, *, known: bool) -> bool:
-        """Answer a request that cannot become a call; return True if it can."""
+    def _reject_call(self, stream: Stream) -> None:
+        """Answer a request that cannot become a call."""
         head = stream.head
         if head.http_error:
             self.end_with_http_error(stream, head.http_error)
         elif head.is_too_large:
             text = f"the call's metadata exceed {MAX_HEADER_LIST_BYTES} bytes"
             self.end(stream, RESOURCE_EXHAUSTED, text)
-        elif not known:
+        elif head.path not in self.port.methods:
             self.end(stream, UNIMPLEMENTED, f"method not found: {head.path[:200]}")
         else:
-            try:
-                require_encoding(head.encoding)
-            except CallFailed as error:
-                self.end(stream, error.code, error.details, ACCEPTED_ENCODINGS)
-            else:
-                return True
-        return False
+            encoding = f"compression {head.encoding[:40]!r}"
+            text = f"{encoding} is not supported; use gzip, deflate or identity"
+            self.end(stream, UNIMPLEMENTED, text, ACCEPTED_ENCODINGS)

@@ -1,4 +1,4 @@
-"""What the parts of the transport use of one another: connections, ports and streams, on the event loop."""
+"""Interfaces between the parts of the transport: ports, connections and streams, on the event loop."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from services.frontend.admission.inflate import INLINE_BYTES, inflate
 from services.frontend.grpc.http2.status_codes import (
     INTERNAL,
     RESOURCE_EXHAUSTED,
-    UNIMPLEMENTED,
 )
 from services.frontend.grpc.status import Trailers
 
@@ -18,8 +17,10 @@ PREFIX_BYTES = 5
 _SMALL = 1024
 # zlib's window bits: ``gzip`` and ``deflate``, which is zlib's format.
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
+ENCODINGS = frozenset(("identity", *_WINDOW_BITS))
+"""Values of ``grpc-encoding`` that requests may have."""
 ACCEPTED_ENCODINGS = (("grpc-accept-encoding", "identity,deflate,gzip"),)
-"""Metadata with the compression that requests may use."""
+"""Metadata of an answer that rejects another compression."""
 
 
 class CallFailed(Exception):
@@ -134,12 +135,3 @@ def decompress(message: bytes, encoding: str, most: int, reservation: ByteReserv
     if not unpacker.eof or unpacker.unused_data:
         raise CallFailed(INTERNAL, f"cannot decompress a message ({encoding}): not one whole")
     return content
-
-
-def require_encoding(encoding: str) -> None:
-    """Raise ``CallFailed`` if a call's ``grpc-encoding`` is unsupported."""
-    if encoding != "identity" and encoding not in _WINDOW_BITS:
-        raise CallFailed(
-            UNIMPLEMENTED,
-            f"compression {encoding[:40]!r} is not supported; use gzip, deflate or identity",
-        )

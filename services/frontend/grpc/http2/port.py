@@ -1,4 +1,4 @@
-"""What the connections of one gRPC port share: limits, methods, calls, work for the event loop."""
+"""State shared by the connections of one gRPC port: limits, methods, calls, work for the event loop."""
 
 from __future__ import annotations
 
