@@ -12,8 +12,10 @@ import grpc
 from hps.config.auth import Role
 from hps.errors import BadRequest, HpsError
 from services.frontend.errors import RequestCancelled, client_error
+from services.frontend.grpc.call_identity import address_of
 from services.frontend.grpc.responders import CallContext, StreamResponder, UnaryResponder
 from services.frontend.grpc.status import abort
+from services.frontend.grpc.stream_limit import OpenStream, StreamLimit
 
 Begin = Callable[[bytes, UnaryResponder], None]
 Behavior = Callable[[Any, CallContext], Any]
@@ -113,21 +115,37 @@ class BidiStreamHandler:
 
 
 def parsed_stream(handler: grpc.RpcMethodHandler, pool: ThreadPoolExecutor) -> BidiStreamHandler:
-    """Return the handler of generated code's stream ``handler``, which has parsed messages."""
-    read, write = handler.request_deserializer, handler.response_serializer
+    """Return the handler of generated code's stream ``handler``, which has parsed messages.
+
+    Streams that are idle end: each keeps a thread of ``pool``."""
+    limit = StreamLimit()
 
     def behavior(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        def parsed() -> Iterator[Any]:
-            for message in messages:
-                try:
-                    request = read(message)
-                except Exception as error:  # the class depends on protobuf's build
-                    abort(_invalid(error), context)
-                yield request
-
-        return map(write, handler.stream_stream(parsed(), context))
+        stream = limit.enter(address_of(context), context)
+        try:
+            requests = _parsed(messages, handler.request_deserializer, stream, context)
+            for answer in handler.stream_stream(requests, context):
+                stream.waits()
+                yield handler.response_serializer(answer)
+        finally:
+            limit.leave(stream)
 
     return BidiStreamHandler(behavior, pool)
+
+
+def _parsed(
+    messages: Iterator[bytes],
+    read: Callable[[bytes], Any],
+    stream: OpenStream,
+    context: grpc.ServicerContext,
+) -> Iterator[Any]:
+    for message in messages:
+        stream.works()
+        try:
+            request = read(message)
+        except Exception as error:  # the class depends on protobuf's build
+            abort(_invalid(error), context)
+        yield request
 
 
 def _invalid(error: Exception) -> BadRequest:

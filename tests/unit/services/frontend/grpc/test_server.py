@@ -351,6 +351,23 @@ def test_idle_streams_are_closed(streams, monkeypatch):
     assert ended(streams()) is grpc.StatusCode.CANCELLED
 
 
+def test_idle_streams_of_reflection_are_closed(serve, monkeypatch):
+    """They keep threads, and their messages bytes of the budget."""
+    monkeypatch.setattr(streams_module, "_SWEEP_S", 0.01)
+    monkeypatch.setattr(streams_module, "_IDLE_TIMEOUT_S", 0.1)
+    over = threading.Event()
+
+    def requests():
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+        over.wait(60)
+
+    with grpc.insecure_channel(serve().server.url) as channel:
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests())
+        assert next(call).list_services_response.service
+        assert ended(call) is grpc.StatusCode.CANCELLED
+    over.set()
+
+
 def test_streams_that_wait_for_an_answer_stay_open(small, serve, monkeypatch):
     monkeypatch.setattr(streams_module, "_SWEEP_S", 0.01)
     looked = threading.Semaphore(0)
