@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal, cast
 
 from hps.errors import ConfigError
@@ -27,6 +28,13 @@ VARIABLES = {
     "unless `--config` is given.",
     "HPS_API_KEY": "The API key that `hps` sends to a server, like `--api-key`.",
     "HPS_TLS": "The certificates that `hps` uses with an `https` server, like `--tls`.",
+    "AWS_ENDPOINT_URL_S3": "The URL of an S3-compatible store, for `models.repository: s3://…`; else "
+    "`AWS_ENDPOINT_URL`, else AWS.",
+    "AWS_ENDPOINT_URL": "As `AWS_ENDPOINT_URL_S3`, which precedes it. The AWS SDK reads its other `AWS_…` "
+    "variables, too.",
+    "AWS_REGION": "The region of S3; else `AWS_DEFAULT_REGION`, else the bucket's.",
+    "AWS_DEFAULT_REGION": "As `AWS_REGION`, which precedes it.",
+    "XDG_CACHE_HOME": "The folder in which commands keep downloaded versions, by default `~/.cache`.",
     "OTEL_EXPORTER_OTLP_ENDPOINT": "OpenTelemetry's URL of the span collector; needs the package's "
     "extra `otel`. The other `OTEL_…` variables work, too.",
     "HPS__A__B": "Overrides setting `a.b` of the configuration file: two underscores before every part, "
@@ -85,3 +93,18 @@ def sets_allocator() -> bool:
     return "GLIBC_TUNABLES" in os.environ or any(
         name.startswith("MALLOC_") and name.endswith("THRESHOLD_") for name in os.environ
     )
+
+
+def s3_endpoint() -> str | None:
+    """The URL of an S3-compatible store, from the AWS SDK's variables; None: AWS."""
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+
+
+def s3_region() -> str | None:
+    """The region of S3, from the AWS SDK's variables; None if they don't name one."""
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or None
+
+
+def user_cache_folder() -> Path:
+    """The user's folder for caches: ``XDG_CACHE_HOME``, by default ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -52,7 +52,10 @@ def _absent_models(configuration: Configuration) -> Path | None:
     Models are often mounted only where the server runs."""
     legacy = configuration.legacy
     folders = [each for model in legacy for some in model.directories.values() for each in some]
-    folders = folders or [configuration.settings.models.repository]
+    repository = configuration.settings.models.repository
+    if isinstance(repository, str):
+        return None
+    folders = folders or [repository]
     return None if any(folder.exists() for folder in folders) else folders[0]
 
 

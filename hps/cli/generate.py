@@ -126,7 +126,7 @@ class GenerateRequestsOptions(SeedOptions):
 @app.command(epilog=REQUEST_EXAMPLES)
 def requests(options: GenerateRequestsOptions) -> None:
     """Generate requests: .json (also for perf_analyzer), or .npz."""
-    from hps.models.repository import Repository
+    from hps.cli.options import open_repository
     from hps.tools.generate.requests import GeneratedRequests, RequestRecipe, save
 
     recipe = RequestRecipe(
@@ -137,7 +137,7 @@ def requests(options: GenerateRequestsOptions) -> None:
         options.ragged,
         options.unknown,
     )
-    version = Repository(options.source.repository).open(options.model, options.source.version)
+    version = open_repository(options.source.repository).open(options.model, options.source.version)
     made = GeneratedRequests(version, recipe, options.seed)
     save(options.out, made.many(options.count), options.form.value)
     print_line(f"{options.out}: {options.count} requests of {options.batch}")

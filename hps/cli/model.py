@@ -10,11 +10,12 @@ import typer
 
 from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.model_import import DEFAULT_REPOSITORY, IMPORT_EXAMPLES, import_
-from hps.cli.options import ReportOptions
+from hps.cli.options import ReportOptions, RepositoryLocation, repository_option
 from hps.errors import ConfigError, ModelError
 from hps.tools.output import VERDICT_STYLES, count, print_line, print_table, size, warn
 
 if TYPE_CHECKING:
+    from hps.config.repository_uri import Location
     from hps.models.repository import ModelVersion, Repository
 
 app = CommandApp(no_args_is_help=True, help="Import, inspect and verify models of a repository.")
@@ -24,7 +25,7 @@ app = CommandApp(no_args_is_help=True, help="Import, inspect and verify models o
 class RepositoryOptions:
     """A model repository and a version of it."""
 
-    repository: Path = option(DEFAULT_REPOSITORY, "--repository", "-r", metavar="DIR")
+    repository: RepositoryLocation = repository_option(DEFAULT_REPOSITORY, "--repository", "-r")
     """The model repository."""
     version: int | None = option(None, "--version", "-v", min=1)
     """The model's version; default: the highest."""
@@ -68,15 +69,15 @@ def inspect(options: InspectModelOptions) -> None:
     )
 
 
-def _repository(folder: Path) -> Repository:
-    from hps.models.repository import Repository
+def _repository(location: Location) -> Repository:
+    from hps.cli.options import open_repository
 
-    if not folder.is_dir():
+    if isinstance(location, Path) and not location.is_dir():
         raise ModelError(
-            f"there is no model repository {folder}; name one with --repository DIR, or make one with "
+            f"there is no model repository {location}; name one with --repository DIR, or make one with "
             "hps model import"
         )
-    return Repository(folder)
+    return open_repository(location)
 
 
 def _described(opened: ModelVersion) -> dict[str, Any]:

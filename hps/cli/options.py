@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -23,10 +23,40 @@ from hps.tools.output import print_json, warn
 if TYPE_CHECKING:
     from hps.client import Admin, Client, Tls
     from hps.config import Configuration
+    from hps.config.repository_uri import Location
+    from hps.models.repository import Repository
     from hps.node.node import Node
     from hps.tools.bench.load import LoadRecipe
 
 T = TypeVar("T")
+
+if TYPE_CHECKING:
+    RepositoryLocation = Location
+else:
+    RepositoryLocation = str  # Typer takes no unions; `repository_option` parses the text
+
+
+def repository_option(default: Any, *flags: str) -> Any:
+    """An option that takes the folder of a model repository, or the URI of a remote one."""
+    return option(default, *flags, metavar="DIR|URI", parser=_parse_location)
+
+
+def _parse_location(value: object) -> Location:
+    from hps.config.repository_uri import parse_location
+
+    return value if isinstance(value, Path) else parse_location(str(value))
+
+
+def open_repository(location: Location) -> Repository:
+    """The repository at ``location``; versions of a remote one go to the user's cache folder."""
+    from hps.cli.progress import ConsoleProgress
+    from hps.config.download_settings import DownloadSettings
+    from hps.environment import user_cache_folder
+    from hps.models import remote
+
+    download = DownloadSettings(folder=user_cache_folder() / "hps" / "models")
+    return remote.open_repository(location, download, ConsoleProgress())
+
 
 HTTP, ADMIN = "http://127.0.0.1:8000", "http://127.0.0.1:8002"
 _FORMER = "hps.cli.options.former_admin"
@@ -168,7 +198,7 @@ class RequestLoadOptions:
     """Send keys from 0 up to this number (exclusive), with or without rows."""
     hotness: int = option(1, min=1)
     """Keys per sample of features for which the model does not fix it."""
-    repository: Path | None = option(None, metavar="DIR")
+    repository: RepositoryLocation | None = repository_option(None)
     """Model repository; send keys of the rows that the model has there."""
     requests: Path | None = option(None, metavar="FILE")
     """Send the requests of this file, written by hps generate requests."""

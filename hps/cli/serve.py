@@ -129,10 +129,14 @@ def check_early(configuration: Configuration, role: str) -> None:
 
         check_options(settings.updates.kafka)
     models = configuration.settings.models
-    if not configuration.legacy and not models.repository.is_dir():
-        from hps.models.repository import Repository
+    if isinstance(models.repository, str) or not (
+        configuration.legacy or models.repository.is_dir()
+    ):
+        from hps.errors import Unavailable
+        from hps.models.remote import open_repository
 
-        Repository(models.repository).names()
+        with suppress(Unavailable):  # the start may open a downloaded version
+            open_repository(models.repository, models.download).names()
 
 
 def summary(

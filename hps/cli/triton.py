@@ -64,10 +64,10 @@ def export(options: TritonExportOptions) -> None:
     """Export a model to a Triton model repository.
 
     Exports its network; with --config also its lookups, and an ensemble of both."""
-    from hps.models.repository import Repository
+    from hps.cli.options import open_repository
     from hps.triton.export import MODEL_FILES, export_dense, export_ensemble, export_lookup
 
-    opened = Repository(options.source.repository).open(options.model, options.source.version)
+    opened = open_repository(options.source.repository).open(options.model, options.source.version)
     if options.config is None and opened.spec.dense is None:
         raise ConfigError(
             f"'{options.model}' has no network to export; give --config to export its lookups"

@@ -14,6 +14,7 @@ import typer
 
 from hps.cli.command_options import argument, option
 from hps.cli.model_import import DEFAULT_REPOSITORY
+from hps.cli.options import RepositoryLocation, repository_option
 from hps.cli.progress import ConsoleProgress
 from hps.cli.updates_kafka import KafkaOptions
 from hps.cli.updates_sources import BLOCK, PublishedRows, from_file, from_versions
@@ -60,7 +61,7 @@ class PublishOptions(KafkaOptions):
     """Send only the changes from this version to --new."""
     file: list[Path] | None = option(None, "--file", "-f")
     """Send the rows of this .parquet or .npz file; repeatable."""
-    repository: Path | None = option(None, "--repository", "-r", metavar="DIR")
+    repository: RepositoryLocation | None = repository_option(None, "--repository", "-r")
     """Model repository; default: the configuration's, else models."""
     format: WireFormat = option(WireFormat.native)
     """Format of the messages."""

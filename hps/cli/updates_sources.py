@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from hps.errors import BadRequest, ConfigError, NotFound
 
 if TYPE_CHECKING:
+    from hps.config.repository_uri import Location
     from hps.models.repository import ModelVersion, Repository
     from hps.tiers.positions import TableChanges
 
@@ -60,13 +61,13 @@ def from_file(path: Path, model: str, table: str | None, version: int | None) ->
 
 
 def from_versions(
-    repository: Path, model: str, table: str | None, base: int | None, new: int, at: int | None
+    repository: Location, model: str, table: str | None, base: int | None, new: int, at: int | None
 ) -> Iterator[PublishedRows]:
-    from hps.models.repository import Repository
+    from hps.cli.options import open_repository
     from hps.rows.files import FileRows
     from hps.rows.version_diff import all_rows, diff_versions
 
-    models = Repository(repository)
+    models = open_repository(repository)
     now = models.open(model, new)
     tables = now.embedding_tables()
     if table is not None and table not in tables:

@@ -50,8 +50,9 @@ def deployment_identity(settings: Settings) -> dict[str, str | None]:
     None for a folder that the role does not use."""
     rocksdb, role = settings.tiers.rocksdb, settings.server.role
     has_database = rocksdb.enabled and role not in ("frontend", "ingest")
+    repository = settings.models.repository
     return {
-        "repository": str(settings.models.repository.absolute()),
+        "repository": repository if isinstance(repository, str) else str(repository.absolute()),
         "database": str(rocksdb.path.absolute()) if has_database else None,
     }
 

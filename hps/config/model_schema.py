@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
 from hps.config.checks import ConfigFinding, duplicates, finding
+from hps.config.repository_uri import RepositoryUri
 from hps.suggestions import hint_for
 
 # HPS's rule for model and table names (hier_parameter_server.cpp); also safe in paths and URLs.
@@ -59,7 +60,8 @@ class StrictModel(BaseModel):
             options = get_args(allowed) or (allowed,)
             if isinstance(value, bool) and not {bool, Any} & set(options):
                 raise PydanticCustomError("bool_not_allowed", "true and false are not numbers")
-            if isinstance(value, str) and "://" in value and Path in options:
+            remote = RepositoryUri in options
+            if isinstance(value, str) and "://" in value and Path in options and not remote:
                 raise PydanticCustomError("remote_path", REMOTE_PATH)
         return value
 

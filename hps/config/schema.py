@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from hps.config.cache_settings import (
     CpuCacheSettings,
@@ -19,11 +20,14 @@ from hps.config.cache_settings import (
 )
 from hps.config.checks import ConfigFinding, finding
 from hps.config.dense_settings import DenseSettings
+from hps.config.download_settings import DownloadSettings
 from hps.config.lookup_settings import LookupSettings
 from hps.config.model_schema import DenseSpec, MissPolicySpec, Name, StrictModel
+from hps.config.repository_uri import RepositoryUri, parse_location
 from hps.config.server_settings import AuthSettings, ServerSettings
 from hps.config.store_settings import RedisSettings, RocksDbSettings
 from hps.config.update_settings import UpdatesSettings
+from hps.errors import ConfigError
 
 
 class TableOverride(StrictModel):
@@ -67,8 +71,10 @@ class ModelOverride(StrictModel):
 class ModelsSettings(StrictModel):
     """The served models."""
 
-    repository: Path = Path("models")
-    """Folder of the model repository."""
+    repository: Path | RepositoryUri = Path("models")
+    """Folder of the model repository, or the URI of a remote one, such as `s3://bucket/models`."""
+    download: DownloadSettings = DownloadSettings()
+    """Download of versions from a remote repository."""
     serve: dict[Name, ModelOverride] | None = None
     """The models to serve, with overrides; null: every model of the repository."""
     control: Literal["admin", "all"] = "admin"
@@ -77,6 +83,17 @@ class ModelsSettings(StrictModel):
     """Longest wait for the update streams before a loaded version is served."""
     linger_s: float = Field(5.0, ge=0)
     """Time for which a replaced version still answers lookups of front ends that have not switched yet."""
+
+    @field_validator("repository", mode="before")
+    @classmethod
+    def _location(cls, value: object) -> object:
+        """Turn text with a scheme into a RepositoryUri."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_location(value)
+        except ConfigError as error:
+            raise PydanticCustomError("remote_path", "{text}", {"text": str(error)}) from None
 
 
 class TiersSettings(StrictModel):

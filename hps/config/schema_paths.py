@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from hps.config.checks import Path as KeyPath
 from hps.config.model_schema import NAME_PATTERN
+from hps.config.repository_uri import RepositoryUri
 from hps.config.server_settings import KEY_PATTERN
 from hps.config.store_settings import ADDRESS_PATTERN
 
@@ -64,7 +65,10 @@ class SchemaSlot:
     @property
     def takes_text(self) -> bool:
         """True if plain text is used literally, not parsed as YAML."""
-        return all(_plain(o) in (str, Path) or get_origin(o) is Literal for o in self.options)
+        return all(
+            _plain(o) in (str, Path, RepositoryUri) or get_origin(o) is Literal
+            for o in self.options
+        )
 
     def below(self, part: str | int) -> SchemaSlot | None:
         """The position under ``part`` (a field, a mapping's key or a list's index)."""
@@ -187,6 +191,8 @@ def _describe_one(annotation: Any, metadata: tuple[Any, ...]) -> str:
         return kind + _range(metadata)
     if annotation is Path:
         return "a path"
+    if annotation is RepositoryUri:
+        return "a URI"
     return "text" + _text_rule(metadata)
 
 

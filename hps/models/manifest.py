@@ -20,6 +20,8 @@ from hps.errors import ModelError
 
 FORMAT: Literal[1] = 1
 FILE_NAME = "manifest.json"
+DENSE_FILE = "dense.onnx"
+TABLES_FOLDER = "tables"
 _BLOCK = 1 << 20
 Checksum = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
 
@@ -58,6 +60,15 @@ class Manifest(_ManifestModel):
     """Offsets of update streams by topic and partition: the first that the tables do not contain."""
     metadata: dict[str, Any] = {}
     """Free-form data of the training: framework, metrics, dates."""
+
+    def files(self) -> dict[str, FileEntry]:
+        """All files of the version except the manifest, by their paths in its folder."""
+        files = {
+            f"{TABLES_FOLDER}/{name}/{file}": entry
+            for name, table in self.tables.items()
+            for file, entry in (("key", table.key), ("emb_vector", table.emb_vector))
+        }
+        return files | ({} if self.dense is None else {DENSE_FILE: self.dense})
 
     @property
     def created_unix_ms(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -13,12 +13,15 @@ import numpy as np
 
 from hps.config.model_file import apply_override, load_model_spec
 from hps.config.model_schema import ModelSpec, TableSpec
+from hps.config.repository_uri import Location
 from hps.config.schema import ModelOverride
 from hps.errors import ModelError, NotFound
 from hps.models.file_stamp import FileStamp
 from hps.models.fused_files import open_fused
 from hps.models.manifest import (
+    DENSE_FILE,
     FILE_NAME,
+    TABLES_FOLDER,
     FileEntry,
     Manifest,
     checksum_file,
@@ -30,8 +33,6 @@ from hps.models.tables import TableFiles, open_table
 from hps.types import EmbeddingTable, MissPolicy
 
 SPEC_FILE = "model.yaml"
-DENSE_FILE = "dense.onnx"
-TABLES_FOLDER = "tables"
 _NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")
 
 
@@ -49,7 +50,8 @@ class ModelVersion:
     """One version of a model, whose files match ``spec`` (with overrides applied).
 
     ``digest``: names the contents of the files. ``warnings``: for the log. ``dense_stamp``: stamp of the
-    network's file when the version was opened."""
+    network's file when the version was opened. ``lease``: keeps downloaded files from being evicted while
+    this object exists."""
 
     name: str
     version: int
@@ -61,6 +63,7 @@ class ModelVersion:
     digest: str
     warnings: tuple[str, ...] = ()
     dense_stamp: FileStamp | None = None
+    lease: object = field(default=None, repr=False, compare=False)
 
     @property
     def key(self) -> str:
@@ -113,10 +116,14 @@ class ModelVersion:
 
 
 class Repository:
-    """Reads a repository; every call reads the disk. Thread-safe."""
+    """Reads a repository; every call reads the disk. Thread-safe.
+
+    ``root``: its local folder, of a remote repository that of its downloads. ``location``: the name of
+    the repository in messages."""
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
+        self.location: Location = self.root
 
     def names(self) -> list[str]:
         """Return the models in alphabetical order: the folders with a ``model.yaml``."""
@@ -145,24 +152,31 @@ class Repository:
         self, name: str, version: int | None = None, override: ModelOverride | None = None
     ) -> ModelVersion:
         """Open ``version``, else the override's version, else the highest one; check its files."""
+        version = self.choose(name, version, override)
+        return open_version(
+            self.root / name / str(version), version, apply_override(self.spec(name), override)
+        )
+
+    def choose(
+        self, name: str, version: int | None = None, override: ModelOverride | None = None
+    ) -> int:
+        """The version that `open` opens. Raises ModelError or NotFound."""
         if version is None and override is not None:
             version = override.version
         versions = self.versions(name)
         if version is None:
             if not versions:
                 raise ModelError(
-                    f"{self.root / name}: no version folder (1, 2, ...); "
+                    f"{self.location}/{name}: no version folder (1, 2, ...); "
                     "make one with `hps model import`"
                 )
-            version = versions[-1]
-        elif version not in versions:
+            return versions[-1]
+        if version not in versions:
             raise NotFound(
-                f"model '{name}' has no version {version} in {self.root}; "
+                f"model '{name}' has no version {version} in {self.location}; "
                 f"there is {', '.join(map(str, versions)) or 'none'}"
             )
-        return open_version(
-            self.root / name / str(version), version, apply_override(self.spec(name), override)
-        )
+        return version
 
     def without_rows(
         self, name: str, version: int, override: ModelOverride | None = None
@@ -171,14 +185,7 @@ class Repository:
 
         Without a network no version folder is needed."""
         spec = apply_override(self.spec(name), override)
-        folder = self.root / name / str(version)
-        path = folder / FILE_NAME
-        manifest = read_manifest(path) if path.is_file() else None
-        dense = _dense(folder, spec, manifest)
-        file = None if dense is None else dense.path
-        return ModelVersion(
-            name, version, spec, folder, {}, file, manifest, digest_of({}), dense_stamp=dense
-        )
+        return open_without_rows(self.root / name / str(version), version, spec)
 
     def _model_folder(self, name: str) -> Path:
         folder = self.root / name
@@ -186,6 +193,17 @@ class Repository:
             there = ", ".join(self.names()) or "none"
             raise NotFound(f"no model '{name}' in {self.root} (models: {there})")
         return folder
+
+
+def open_without_rows(folder: Path, version: int, spec: ModelSpec) -> ModelVersion:
+    """Open a version's description and network; the folder need not exist."""
+    path = folder / FILE_NAME
+    manifest = read_manifest(path) if path.is_file() else None
+    dense = _dense(folder, spec, manifest)
+    file = None if dense is None else dense.path
+    return ModelVersion(
+        spec.name, version, spec, folder, {}, file, manifest, digest_of({}), dense_stamp=dense
+    )
 
 
 def open_version(folder: Path, version: int, spec: ModelSpec) -> ModelVersion:

@@ -13,14 +13,16 @@ from hps.config.model_file import dump_model_spec, load_model_spec
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.errors import ModelError
 from hps.models.manifest import (
+    DENSE_FILE,
     FILE_NAME,
+    TABLES_FOLDER,
     FileEntry,
     Manifest,
     TableEntry,
     manifest_time,
     write_manifest,
 )
-from hps.models.repository import DENSE_FILE, SPEC_FILE, TABLES_FOLDER
+from hps.models.repository import SPEC_FILE
 from hps.models.staging import (
     clean_leftovers,
     fsync_all,

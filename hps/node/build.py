@@ -62,7 +62,7 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
             "server.role is ingest, which answers no lookups; start it by `hps ingest`"
         )
     with ExitStack() as resources:
-        versions = open_versions(configuration)
+        versions = open_versions(configuration, progress=progress)
         opened = [open_model(version, settings, resources) for version in versions]
         builder = _NodeBuilder(settings, opened, progress or NoProgress(), resources)
         node = builder.node((*configuration.warnings, *(w for v in versions for w in v.warnings)))

@@ -31,7 +31,7 @@ from hps.lookup.remote import (
     RetryBudget,
 )
 from hps.lookup.remote.version_vote import VersionVote
-from hps.models.repository import Repository
+from hps.models.remote import open_repository
 from hps.node.model_opening import OpenedModel, open_model
 from hps.node.served_models import OpenModels, ServedModel
 from hps.node.serving_context import make_pipeline, open_dense_pool, open_lookup_pools
@@ -110,7 +110,7 @@ def connect(
     settings = configuration.settings
     if not settings.lookup.nodes:
         raise ConfigError("lookup.nodes is empty; set it to the nodes that answer lookups")
-    Repository(settings.models.repository).names()
+    open_repository(settings.models.repository, settings.models.download).names()
     with ExitStack() as resources:
         connecting = _ConnectBuilder(settings, picker, resources)
         connecting.wait(wait_s, progress or NoProgress())
@@ -188,7 +188,8 @@ class _ConnectBuilder:
         """Open the version that the nodes serve, even when the repository has a newer one."""
         with ExitStack() as own:
             override = (self._settings.models.serve or {}).get(name)
-            repository = Repository(self._settings.models.repository)
+            models = self._settings.models
+            repository = open_repository(models.repository, models.download)
             model = open_model(repository.without_rows(name, number, override), self._settings, own)
             candidates = Candidates(model.lookup, self._nodes)
             own.callback(candidates.close)

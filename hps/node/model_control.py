@@ -27,7 +27,8 @@ from itertools import product
 
 from hps.config import Settings
 from hps.errors import HpsError, NotFound, Unavailable, Unsupported
-from hps.models.repository import ModelVersion, Repository, check_unchanged
+from hps.models.remote import CancelOn, open_repository
+from hps.models.repository import ModelVersion, check_unchanged
 from hps.node.caches import NodeCaches
 from hps.node.gpu_caches import NodeGpus
 from hps.node.model_opening import OpenedModel, open_model, watermarks_of
@@ -75,13 +76,14 @@ class ModelControl:
         self._opened, self._tables = parts.opened, parts.tables
         self._node = node
         self._attached = attached
-        self._repository = Repository(settings.models.repository)
-        root = settings.models.repository
+        self._closed = threading.Event()
+        models, cancel = settings.models, CancelOn(self._closed)
+        self._repository = open_repository(models.repository, models.download, cancel)
+        root = self._repository.root
         self._legacy = {
             m.version.name for m in parts.opened if root not in m.version.folder.parents
         }
         self._changing = threading.Lock()
-        self._closed = threading.Event()
         self._to_close = resources
         self._resources: dict[str, ExitStack] = {}  # of versions loaded later, by model
         self._retirement = VersionRetirement(
@@ -128,7 +130,7 @@ class ModelControl:
         try:
             return self._repository.open(name, version, override)
         except NotFound as error:
-            root = str(self._repository.root)
+            root = str(self._repository.location)
             raise NotFound(str(error).replace(root, "the model repository")) from None
 
     def unload(self, name: str) -> None:

@@ -13,44 +13,55 @@ from pathlib import Path
 from hps.config import Configuration, Settings, apply_override
 from hps.config.model_schema import ModelSpec
 from hps.config.ps_json.legacy import LegacyModel
+from hps.config.repository_uri import Location, RepositoryUri
 from hps.config.schema import ModelOverride
 from hps.dense.base import DenseModel
 from hps.dense.network_factory import NetworkSpec, check_local_network, open_network
 from hps.errors import ConfigError, HpsError
 from hps.lookup.base import Feature, LookupModel
+from hps.models.remote import open_repository
 from hps.models.repository import SPEC_FILE, ModelVersion, Repository, open_legacy
 from hps.predict.network_inputs import check_wiring, fed_tensors, served_tensors
-from hps.types import EmbeddingTable
+from hps.types import EmbeddingTable, Progress
 
 
 def open_versions(
-    configuration: Configuration, chosen: Mapping[str, int] | None = None
+    configuration: Configuration,
+    chosen: Mapping[str, int] | None = None,
+    progress: Progress | None = None,
 ) -> list[ModelVersion]:
     """The versions to serve: those of ``ps.json`` and those of the repository.
 
     ``chosen``: versions by model that override the settings'."""
-    return [opens() for opens in version_openers(configuration, chosen).values()]
+    return [opens() for opens in version_openers(configuration, chosen, progress).values()]
 
 
 def version_openers(
-    configuration: Configuration, chosen: Mapping[str, int] | None = None
+    configuration: Configuration,
+    chosen: Mapping[str, int] | None = None,
+    progress: Progress | None = None,
+    *,
+    described: bool = False,
 ) -> dict[str, Callable[[], ModelVersion]]:
-    """A function per model to serve, which opens its version; see `open_versions`."""
+    """A function per model to serve, which opens its version; see `open_versions`.
+
+    ``described``: of a remote repository open only descriptions and networks."""
     settings = configuration.settings.models
     overrides: Mapping[str, ModelOverride] = settings.serve or {}
     openers: dict[str, Callable[[], ModelVersion]] = {}
+    repository = open_repository(settings.repository, settings.download, progress)
     for legacy in configuration.legacy:
         name = legacy.spec.name
         openers[name] = partial(_open_legacy, legacy, overrides.get(name))
     if chosen is not None:
         names = list(chosen)
-    elif settings.serve is None and not (openers and not settings.repository.is_dir()):
-        names = Repository(settings.repository).names()
+    elif settings.serve is None and not (openers and is_missing(settings.repository)):
+        names = repository.names()
     else:
         names = list(overrides)
-    repository = Repository(settings.repository)
-    is_frontend = configuration.settings.server.role == "frontend"
-    opens = partial(_described, repository) if is_frontend else repository.open
+    is_remote = isinstance(settings.repository, RepositoryUri)
+    is_described = configuration.settings.server.role == "frontend" or (described and is_remote)
+    opens = partial(_described, repository) if is_described else repository.open
     for name in names:
         version = (chosen or {}).get(name)
         openers.setdefault(name, partial(opens, name, version, overrides.get(name)))
@@ -59,9 +70,16 @@ def version_openers(
     return openers
 
 
-def _no_model(repository: Path) -> str:
+def is_missing(location: Location) -> bool:
+    """True for a local repository without a folder; a remote one is not asked."""
+    return isinstance(location, Path) and not location.is_dir()
+
+
+def _no_model(repository: Location) -> str:
     """Error message for a repository without models."""
     message = f"no model to serve: {repository} holds none; "
+    if isinstance(repository, RepositoryUri):
+        return message + "publish one there, or set models.repository"
     folders = sorted(p.name for p in repository.glob("[!.]*") if p.is_dir())
     if folders:
         return (
@@ -146,7 +164,7 @@ def check_models(configuration: Configuration) -> Iterator[tuple[str, ModelVersi
 
     Sizes of tables are checked, not their contents. Raises ConfigError and ModelError if there is no model.
     """
-    for name, opens in version_openers(configuration).items():
+    for name, opens in version_openers(configuration, described=True).items():
         try:
             version = opens()
             check_model(version, configuration.settings)

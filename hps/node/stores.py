@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from hps.config.schema import Settings
 from hps.config.store_settings import GuardSettings, RocksDbSettings
-from hps.errors import TierError
+from hps.errors import TierError, Unavailable
 from hps.models.check import check_disjoint_tables
 from hps.models.loader import load_tables, version_of_rows
-from hps.models.repository import Repository
+from hps.models.remote import open_repository
 from hps.models.tables import TableFiles
 from hps.node.model_opening import OpenedTables
 from hps.node.tier_status import TierStatus
@@ -255,9 +255,11 @@ class NodeStores:
         self._load_rocksdb(store, self._opened, progress)
         if (chosen.layout, chosen.access) == ("native", "primary"):
             served = {(each.version.name, each.version.version) for each in self._opened}
-            repository = Repository(self._settings.models.repository)
-            if warning := unserved_families(store.families(), served, repository):
-                self.warnings.append(warning)
+            models = self._settings.models
+            repository = open_repository(models.repository, models.download)
+            with suppress(Unavailable):  # of a remote repository
+                if warning := unserved_families(store.families(), served, repository):
+                    self.warnings.append(warning)
         return TierStatus(
             guarded,
             store.rows,

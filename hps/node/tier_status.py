@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from hps.errors import TierError
+from hps.models.remote.meter import DOWNLOADS
 from hps.native import COMPILED
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
@@ -99,6 +100,9 @@ def publish_process(metrics: Metrics, versions: Callable[[], Iterable[NamedVersi
     metrics.gauge(m.BUILD_INFO, lambda: 1, __version__, "on" if COMPILED else "off")
     metrics.gauge(m.UPTIME, lambda: time.monotonic() - opened)
     metrics.gauges(m.MODEL_VERSION, lambda: [((each.name,), each.version) for each in versions()])
+    metrics.gauges(m.DOWNLOAD_BYTES, DOWNLOADS.bytes)
+    metrics.gauges(m.DOWNLOAD_SECONDS, DOWNLOADS.seconds)
+    metrics.gauges(m.DOWNLOAD_FAILURES, DOWNLOADS.failures)
 
 
 def publish_tiers(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hps.observability import metric_names as m
+from hps.observability.metric_downloads import DOWNLOADS
 from hps.observability.metric_scheduler import SCHEDULER
 from hps.observability.metric_spec import AGE_BUCKETS, BATCH_BUCKETS, SCORE_BUCKETS, MetricSpec
 
@@ -385,7 +386,7 @@ _UPDATES = (
 GROUPS: Mapping[str, tuple[MetricSpec, ...]] = {
     "Processes": _PROCESSES,
     "Requests": _REQUESTS,
-    "Models": _MODELS,
+    "Models": (*_MODELS, *DOWNLOADS),
     "Batches on GPUs": SCHEDULER,
     "Lookups": _LOOKUPS,
     "Tiers and caches": _TIERS,

@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from hps.config import Settings
+from hps.config.repository_uri import RepositoryUri
 from hps.errors import BadRequest, HpsError, NotFound, Unsupported
 
 _names: dict[str, str] = {}
@@ -24,6 +25,8 @@ def hide_paths(settings: Settings) -> None:
         # not the root, nor folders that all systems have
         if path.is_absolute() and len(path.parts) > 1 and path.parts[1] != "dev":
             _names[str(path.absolute())] = setting
+    if isinstance(settings.models.repository, RepositoryUri):
+        _names[settings.models.repository] = "models.repository"
     longest_first = sorted(_names, key=len, reverse=True)
     _pattern = re.compile(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, longest_first))})(?![\w-])")
 

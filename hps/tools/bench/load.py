@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.config.repository_uri import Location
 from hps.errors import ConfigError
 from hps.tools.bench.hot_key_pools import HotKeyPools, HotKeys, hot_pools
 from hps.tools.generate.keys import Draw, distribution
@@ -48,7 +49,7 @@ class RequestSource:
     """Source of requests: a ``file`` of them, the rows of a model in a ``repository``, or neither."""
 
     file: Path | None = None
-    repository: Path | None = None
+    repository: Location | None = None
     version: int | None = None
 
 
@@ -121,16 +122,16 @@ def _drawn(draw: Draw, pool: KeyArray, random: np.random.Generator, n: int) -> K
 
 
 def from_repository(
-    repository: Path, model: str, version: int | None, recipe: LoadRecipe
+    repository: Location, model: str, version: int | None, recipe: LoadRecipe
 ) -> list[Tensors]:
     """Requests for keys that the model's rows have. Raises ConfigError, ModelError."""
-    from hps.models.repository import Repository
+    from hps.models.remote import open_repository
     from hps.tools.generate import requests
 
     name = model.removesuffix(".lookup")
     hotness = None if recipe.hotness == 1 else recipe.hotness
     made = requests.RequestRecipe("features", recipe.batch, recipe.keys, hotness)
-    opened = Repository(repository).open(name, version)
+    opened = open_repository(repository).open(name, version)
     found = requests.GeneratedRequests(opened, made, recipe.seed)
     dense = opened.spec.dense
     if name == model or dense is None:

@@ -82,21 +82,21 @@ def _alike(targets: Sequence[LookupNode]) -> Iterator[DoctorCheck]:
 
 def _described(targets: Sequence[LookupNode], settings: Settings) -> Iterator[DoctorCheck]:
     """Check that the repository here has the networks of the versions that nodes serve."""
-    from hps.models.repository import Repository
+    from hps.models.remote import open_repository
 
-    repository = Repository(settings.models.repository)
+    repository = open_repository(settings.models.repository, settings.models.download)
     serve = settings.models.serve
     served = {of for each in targets for of, at in each.models.items() if not at.former}
     for model, version in sorted(served):
         if serve is not None and model not in serve:
             continue
         name = f"version {version} of {model}"
-        remedy = f"put its model.yaml and {version}/dense.onnx into {repository.root}"
+        remedy = f"put its model.yaml and {version}/dense.onnx into {repository.location}"
         try:
             found = repository.without_rows(model, version, (serve or {}).get(model))
         except HpsError as error:
             yield DoctorCheck(name, "WARN", f"is served by nodes, not here: {error}", remedy)
             continue
         if found.spec.dense is not None and found.dense is None and settings.dense.triton is None:
-            text = f"is served by nodes, but its network is not in {repository.root}"
+            text = f"is served by nodes, but its network is not in {repository.location}"
             yield DoctorCheck(name, "FAIL", text, remedy)

@@ -116,8 +116,8 @@ LINE = [
     ),
     ("tiers: {rocksdb: {path: 5}}", ":1: tiers.rocksdb.path: expected a path, found 5"),
     (
-        "models: {repository: 's3://bucket/models'}",
-        ":1: models.repository: remote locations are not supported; copy the files",
+        "tiers: {rocksdb: {path: 's3://bucket/models'}}",
+        ":1: tiers.rocksdb.path: remote locations are not supported; copy the files",
     ),
     ("models: {serve: {a b: {}}}", ":1: models.serve.a b: the name 'a b' must be 1 to 120 of"),
     (

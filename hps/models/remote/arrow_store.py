@@ -1,0 +1,133 @@
+"""Object stores and HDFS through PyArrow's file systems; others through fsspec."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pyarrow import fs
+
+from hps.config.model_schema import NAME_PATTERN
+from hps.config.repository_uri import ARROW_SCHEMES, RepositoryUri
+from hps.environment import s3_endpoint, s3_region
+from hps.errors import ConfigError
+from hps.models.manifest import FILE_NAME
+from hps.models.remote.store import store_error
+
+_SPEC_FILE = "model.yaml"
+_VERSION = re.compile(r"[1-9][0-9]{0,17}")
+_S3_ATTEMPTS = 2  # further ones are the download's
+
+
+class ArrowStore:
+    """A repository on a `pyarrow.fs.FileSystem`; see `RemoteStore`."""
+
+    def __init__(self, uri: RepositoryUri, timeout_s: float) -> None:
+        """Opens no connection. Raises ConfigError if the file system is not available."""
+        self.uri = uri
+        self._fs, self._root = open_filesystem(uri, timeout_s)
+        self._complete: set[tuple[str, int]] = set()
+
+    def models(self) -> list[str]:
+        names = [each for each in self._folders("") if re.fullmatch(NAME_PATTERN, each)]
+        with self._errors(""):
+            found = self._fs.get_file_info([self._at(f"{name}/{_SPEC_FILE}") for name in names])
+        return sorted(n for n, info in zip(names, found, strict=True) if info.is_file)
+
+    def versions(self, model: str) -> list[int]:
+        """One listing, and a check of each version that was not complete before."""
+        there = [int(each) for each in self._folders(model) if _VERSION.fullmatch(each)]
+        known = {each for each in there if (model, each) in self._complete}
+        new = [each for each in there if each not in known]
+        with self._errors(model):
+            found = self._fs.get_file_info([self._at(f"{model}/{v}/{FILE_NAME}") for v in new])
+        known |= {version for version, info in zip(new, found, strict=True) if info.is_file}
+        self._complete |= {(model, version) for version in known}
+        return sorted(known)
+
+    def read(self, path: str) -> bytes:
+        with self._errors(path), self._fs.open_input_stream(self._at(path)) as file:
+            return bytes(file.read())
+
+    def open(self, path: str) -> _ArrowFile:
+        with self._errors(path):
+            return _ArrowFile(self, path, self._fs.open_input_file(self._at(path)))
+
+    def _folders(self, path: str) -> list[str]:
+        with self._errors(path):
+            found = self._fs.get_file_info(fs.FileSelector(self._at(path)))
+        return sorted(info.base_name for info in found if info.type == fs.FileType.Directory)
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}".rstrip("/")
+
+    @contextmanager
+    def _errors(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # Arrow's errors are one or the other
+            raise store_error(self.uri, path, error) from None
+
+
+class _ArrowFile:
+    """An open file; see `RemoteFile`."""
+
+    def __init__(self, store: ArrowStore, path: str, file: Any) -> None:
+        self._store, self._path, self._file = store, path, file
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        with self._store._errors(self._path):
+            return bytes(self._file.read_at(size, offset))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def open_filesystem(uri: RepositoryUri, timeout_s: float) -> tuple[fs.FileSystem, str]:
+    """The file system of a URI, and the URI's path in it. Raises ConfigError."""
+    try:
+        if uri.scheme == "s3":
+            return _s3(uri, timeout_s), _joined(uri.host, uri.path)
+        if uri.scheme in ARROW_SCHEMES:
+            found, path = fs.FileSystem.from_uri(str(uri))
+            return found, path
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"{uri}: PyArrow cannot open its file system: {error}") from None
+    return _fsspec(uri)
+
+
+def _s3(uri: RepositoryUri, timeout_s: float) -> fs.FileSystem:
+    """Credentials, as the AWS SDK finds them; the endpoint of another store from the environment."""
+    endpoint, region = s3_endpoint(), s3_region()
+    if region is None and endpoint is None:
+        try:
+            region = fs.resolve_s3_region(uri.host)
+        except OSError:
+            region = None  # the first request fails with the reason
+    return fs.S3FileSystem(
+        region=region or "us-east-1",
+        endpoint_override=endpoint,
+        connect_timeout=min(timeout_s, 5.0),
+        request_timeout=timeout_s,
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=_S3_ATTEMPTS),
+    )
+
+
+def _fsspec(uri: RepositoryUri) -> tuple[fs.FileSystem, str]:
+    try:
+        import fsspec
+
+        found, path = fsspec.core.url_to_fs(str(uri))
+    except (ImportError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"{uri}: fsspec cannot open a store '{uri.scheme}': {error}; install the package that "
+            "it names, or correct the URI"
+        ) from None
+    handler: Any = fs.FSSpecHandler
+    return fs.PyFileSystem(handler(found)), path.rstrip("/")
+
+
+def _joined(*parts: str) -> str:
+    return "/".join(part for part in parts if part)

@@ -1,0 +1,126 @@
+"""A file that is being downloaded: its contents, and which chunks of them are complete.
+
+The progress is a log of the chunk size and then of chunk numbers, each appended after the chunk was
+written, so that a download that was cut or killed resumes. After a power failure the log may be ahead of
+the contents; the checksum detects that."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import threading
+from pathlib import Path
+
+from hps.models.manifest import FileEntry, checksum_file
+
+_ENTRY = struct.Struct("<Q")
+
+
+class PartialFile:
+    """``<path>.part`` and ``<path>.progress`` until the file is complete. Thread-safe."""
+
+    def __init__(self, path: Path, relative: str, entry: FileEntry, chunk_bytes: int) -> None:
+        """Opens or creates the files, with their final size reserved on the disk. Raises OSError."""
+        self.path, self.relative, self.entry = path, relative, entry
+        self._chunk_bytes = chunk_bytes
+        self._part, self._log_path = _suffixed(path, ".part"), _suffixed(path, ".progress")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._log = os.open(self._log_path, flags, 0o644)
+        self._lock = threading.Lock()
+        self._done = self._read_log()
+        if entry.bytes:
+            os.posix_fallocate(self._file, 0, entry.bytes)
+        os.ftruncate(self._file, entry.bytes)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.entry.bytes // self._chunk_bytes)
+
+    def missing(self) -> list[int]:
+        with self._lock:
+            return [i for i in range(self.chunks) if i not in self._done]
+
+    def range_of(self, chunk: int) -> tuple[int, int]:
+        """Offset and size of a chunk."""
+        offset = chunk * self._chunk_bytes
+        return offset, min(self._chunk_bytes, self.entry.bytes - offset)
+
+    def write(self, chunk: int, data: bytes) -> bool:
+        """Write a chunk; True if it was the last one missing. Raises OSError."""
+        offset, _ = self.range_of(chunk)
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._file, view, offset)
+            view, offset = view[written:], offset + written
+        with self._lock:
+            os.write(self._log, _ENTRY.pack(chunk))
+            self._done.add(chunk)
+            return len(self._done) == self.chunks
+
+    def checksum(self) -> str:
+        """SHA-256 of the contents."""
+        return checksum_file(self._part)
+
+    def restart(self) -> None:
+        """Mark all chunks as missing."""
+        with self._lock:
+            self._clear_log()
+            self._done.clear()
+
+    def finish(self) -> None:
+        """Give the complete file its name."""
+        os.fsync(self._file)
+        self._part.rename(self.path)
+        self._log_path.unlink()
+
+    def close(self) -> None:
+        for handle in (self._file, self._log):
+            os.close(handle)
+
+    def _read_log(self) -> set[int]:
+        """Chunks in the log; none if it is of another file size or chunk size."""
+        data = os.pread(self._log, os.fstat(self._log).st_size, 0)
+        whole = (
+            len(data) // _ENTRY.size * _ENTRY.size
+        )  # a killed writer may have left half an entry
+        size, *chunks = (
+            (number for (number,) in _ENTRY.iter_unpack(data[:whole])) if whole else (0,)
+        )
+        if size != self._chunk_bytes or os.fstat(self._file).st_size != self.entry.bytes:
+            self._clear_log()
+            return set()
+        os.ftruncate(self._log, whole)
+        return {chunk for chunk in chunks if chunk < self.chunks}
+
+    def _clear_log(self) -> None:
+        os.ftruncate(self._log, 0)
+        os.write(self._log, _ENTRY.pack(self._chunk_bytes))
+
+
+def _suffixed(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def allocated(path: Path) -> int:
+    """Bytes that a partial file takes already; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def clear(folder: Path) -> None:
+    """Remove what a folder contains."""
+    for each in folder.iterdir():
+        if each.is_dir():
+            shutil.rmtree(each, ignore_errors=True)
+        else:
+            each.unlink(missing_ok=True)
+
+
+def is_empty(folder: Path) -> bool:
+    """True for an existing folder without contents."""
+    return folder.is_dir() and not any(folder.iterdir())

@@ -1,0 +1,283 @@
+"""A remote model repository: its versions are downloaded into a local cache, then opened there."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from hps.config.model_file import apply_override, load_model_spec
+from hps.config.model_schema import NAME_PATTERN, ModelSpec
+from hps.config.repository_uri import RepositoryUri
+from hps.config.schema import ModelOverride
+from hps.errors import HpsError, ModelError, NotFound
+from hps.models.manifest import DENSE_FILE, FILE_NAME, FileEntry, Manifest, read_manifest
+from hps.models.remote.cache import DOWNLOAD_PREFIX, DownloadCache, VersionLease, is_whole
+from hps.models.remote.download import DownloadLimits, VersionDownload
+from hps.models.remote.meter import DOWNLOADS
+from hps.models.remote.partial_file import PartialFile, allocated, clear, is_empty
+from hps.models.remote.store import FileMissing, RemoteStore, StoreUnavailable
+from hps.models.repository import (
+    SPEC_FILE,
+    ModelVersion,
+    Repository,
+    open_version,
+    open_without_rows,
+)
+from hps.models.staging import fsync_all, fsync_path, write_atomically
+from hps.types import Progress
+
+log = logging.getLogger(__name__)
+
+_VERSION = re.compile(r"[1-9][0-9]{0,17}")
+_EVICTED_AT_ONCE = 3
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class RemoteRepository(Repository):
+    """See `Repository`. Listings ask the store; `open` downloads a version that the cache does not hold.
+
+    While the store is unavailable, versions in the cache still open. Thread-safe."""
+
+    def __init__(
+        self,
+        store: RemoteStore,
+        cache: DownloadCache,
+        limits: DownloadLimits,
+        progress: Progress,
+    ) -> None:
+        super().__init__(cache.root_of(store.uri))
+        self._networks = cache.root_of(store.uri, networks_only=True)
+        self.location: RepositoryUri = store.uri
+        self._store, self._cache, self._limits = store, cache, limits
+        self._progress = progress
+
+    def names(self) -> list[str]:
+        try:
+            return self._store.models()
+        except StoreUnavailable as error:
+            if not (cached := [n for n in self._cached_names() if self._cached_versions(n)]):
+                raise
+            log.warning("repository unavailable, using downloaded models: %s", error)
+            return cached
+
+    def versions(self, name: str) -> list[int]:
+        """The complete versions in the store, ascending; one listing, so it may be polled."""
+        self._check_name(name)
+        try:
+            if found := self._store.versions(name):
+                return found
+        except FileMissing:
+            pass
+        self.spec(name)  # raises NotFound if there is no such model
+        return []
+
+    def spec(self, name: str) -> ModelSpec:
+        """Download and read the model's description."""
+        self._check_name(name)
+        path = self.root / name / SPEC_FILE
+        try:
+            text = self._store.read(f"{name}/{SPEC_FILE}").decode(errors="replace")
+        except FileMissing:
+            there = ", ".join(self.names()) or "none"
+            raise NotFound(f"no model '{name}' in {self.location} (models: {there})") from None
+        except StoreUnavailable:
+            if not path.is_file():
+                raise
+        else:
+            if not path.is_file() or path.read_text(errors="replace") != text:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, text)
+        spec = load_model_spec(path)
+        if spec.name != name:
+            raise ModelError(
+                f"{self.location}/{name}/{SPEC_FILE}: name is '{spec.name}', but the folder is '{name}'"
+            )
+        return spec
+
+    def open(
+        self, name: str, version: int | None = None, override: ModelOverride | None = None
+    ) -> ModelVersion:
+        """Open a version as `Repository.open` does, downloaded first if need be."""
+        warning = ""
+        try:
+            number = self.choose(name, version, override)
+            lease = self._downloaded(self.root, name, number)
+        except StoreUnavailable as error:
+            number, lease = self._cached(name, version, override, error)
+            warning = f"the model repository is unavailable ({error}); opened version {number} from the cache"
+        spec = apply_override(self.spec(name), override)
+        opened = open_version(self.root / name / str(number), number, spec)
+        warnings = (*opened.warnings, *([warning] if warning else []))
+        return replace(opened, lease=lease, warnings=warnings)
+
+    def without_rows(
+        self, name: str, version: int, override: ModelOverride | None = None
+    ) -> ModelVersion:
+        spec = apply_override(self.spec(name), override)
+        whole = is_whole(self.root / name / str(version))
+        root = self.root if whole else self._networks
+        folder = root / name / str(version)
+        try:
+            lease: VersionLease | None = self._downloaded(root, name, version)
+        except FileMissing:
+            lease = None  # without a network no version folder is needed
+        except StoreUnavailable:
+            if (lease := self._cache.lease(folder)) is None:
+                raise
+        return replace(open_without_rows(folder, version, spec), lease=lease)
+
+    def _downloaded(self, root: Path, name: str, version: int) -> VersionLease:
+        """Have a version in the cache below ``root``, and keep it there."""
+        text = self._store.read(f"{name}/{version}/{FILE_NAME}")
+        folder = root / name / str(version)
+        hidden = root / name / f"{DOWNLOAD_PREFIX}{version}"
+        for _ in range(_EVICTED_AT_ONCE):
+            if (lease := self._cached_lease(folder, text)) is not None:
+                return lease
+            with self._exclusive(hidden, f"download {name}/{version}"):
+                if not is_whole(folder):  # else another process has downloaded it meanwhile
+                    with DOWNLOADS.measure(name):
+                        self._download(name, version, hidden, text)
+                    hidden.rename(folder)
+                    fsync_path(folder.parent)
+        raise StoreUnavailable(
+            f"{folder} was evicted before it could be opened; raise models.download.capacity_bytes, or give "
+            "each server a folder"
+        )
+
+    @contextmanager
+    def _exclusive(self, hidden: Path, title: str) -> Iterator[None]:
+        """Lock the folder of a download, which another process may be making."""
+        with ExitStack() as held:
+            with self._progress.task(f"{title}: waiting for another process", 1, "folder") as step:
+                held.enter_context(self._cache.exclusive(hidden, lambda: step(0)))
+            yield
+            if is_empty(hidden):
+                hidden.rmdir()
+
+    def _cached_lease(self, folder: Path, manifest: bytes) -> VersionLease | None:
+        """The lease of a cached version with this manifest; removes one with another manifest."""
+        lease = self._cache.lease(folder)
+        if lease is None:
+            return None
+        path = folder / FILE_NAME
+        if path.is_file() and path.read_bytes() == manifest:
+            return lease
+        lease.close()
+        if not self._cache.discard(folder):
+            raise ModelError(
+                f"{self.location}/{folder.parent.name}/{folder.name} was replaced while this version is "
+                "served. Files of a version must not change: publish them as a new version and load that"
+            )
+        return None
+
+    def _download(self, name: str, version: int, hidden: Path, text: bytes) -> None:
+        """Fill the hidden folder; its manifest gets its name last."""
+        manifest = self._read_manifest(name, version, hidden, text)
+        files = manifest.files()
+        if self._networks in hidden.parents:
+            files = {path: entry for path, entry in files.items() if path == DENSE_FILE}
+        size, started = sum(entry.bytes for entry in files.values()), time.monotonic()
+        log.info(
+            "download: %s/%s/%d, %d bytes, to %s", self.location, name, version, size, self.root
+        )
+        try:
+            self._fetch(name, version, hidden, files)
+            fsync_all(hidden)
+            (hidden / f"{FILE_NAME}.part").rename(hidden / FILE_NAME)
+        except OSError as error:
+            raise self._disk_error(hidden, size, error) from error
+        seconds = time.monotonic() - started
+        log.info("download: %s/%d complete after %.1f s", name, version, seconds)
+
+    def _read_manifest(self, name: str, version: int, hidden: Path, text: bytes) -> Manifest:
+        """Check the manifest, and keep it with the files; files of another manifest are removed."""
+        path = hidden / f"{FILE_NAME}.part"
+        if not path.is_file() or path.read_bytes() != text:
+            clear(hidden)
+            path.write_bytes(text)
+        try:
+            manifest = read_manifest(path)
+        except ModelError as error:
+            where = f"{self.location}/{name}/{version}/{FILE_NAME}"
+            raise ModelError(str(error).replace(str(path), where)) from None
+        if (manifest.model, manifest.version) != (name, version):
+            raise ModelError(
+                f"{self.location}/{name}/{version}/{FILE_NAME}: describes model '{manifest.model}' version "
+                f"{manifest.version}, but lies in '{name}' version {version}"
+            )
+        return manifest
+
+    def _fetch(self, name: str, version: int, hidden: Path, files: Mapping[str, FileEntry]) -> None:
+        size = sum(entry.bytes for entry in files.values())
+        absent = {path: entry for path, entry in files.items() if not (hidden / path).is_file()}
+        prefix = f"{name}/{version}"
+        with (
+            ExitStack() as opened,
+            self._progress.task(f"download {prefix}", size, "bytes") as step,
+        ):
+            reserved = sum(allocated(hidden / f"{path}.part") for path in absent)
+            needed = sum(entry.bytes for entry in absent.values()) - reserved
+            partials = []
+            with self._cache.reserve(max(0, needed), f"version {version} of model '{name}'"):
+                for path, entry in absent.items():
+                    file = PartialFile(hidden / path, path, entry, self._limits.chunk_bytes)
+                    opened.callback(file.close)
+                    partials.append(file)
+            missing = sum(file.range_of(i)[1] for file in partials for i in file.missing())
+            step(size - missing)
+
+            def advance(done: int) -> None:
+                DOWNLOADS.count_bytes(name, done)
+                step(done)
+
+            where = f"{self.location}/{prefix}"
+            download = VersionDownload(
+                where, lambda path: self._store.open(f"{prefix}/{path}"), self._limits
+            )
+            download.run(partials, advance)
+
+    def _disk_error(self, hidden: Path, size: int, error: OSError) -> HpsError:
+        """The error for a failure of the local disk; a full one is emptied of this download."""
+        where = f"downloading {size} bytes to {hidden} failed: {error.strerror or error}"
+        if error.errno not in _NO_SPACE:
+            return ModelError(f"{where}; check the disk of models.download.folder")
+        clear(hidden)
+        return ModelError(
+            f"{where}; free some space, lower models.download.capacity_bytes, or set "
+            "models.download.folder to a larger disk"
+        )
+
+    def _cached(
+        self,
+        name: str,
+        version: int | None,
+        override: ModelOverride | None,
+        error: StoreUnavailable,
+    ) -> tuple[int, VersionLease]:
+        """A version in the cache, while the store is unavailable. Raises ``error`` if there is none."""
+        if version is None and override is not None:
+            version = override.version
+        cached = self._cached_versions(name)
+        number = version if version is not None else max(cached, default=0)
+        lease = self._cache.lease(self.root / name / str(number)) if number in cached else None
+        if lease is None:
+            raise error
+        return number, lease
+
+    def _cached_names(self) -> list[str]:
+        return sorted(p.parent.name for p in self.root.glob(f"*/{SPEC_FILE}"))
+
+    def _cached_versions(self, name: str) -> list[int]:
+        folders = self.root.glob(f"{name}/*")
+        return sorted(int(p.name) for p in folders if _VERSION.fullmatch(p.name) and is_whole(p))
+
+    def _check_name(self, name: str) -> None:
+        if not re.fullmatch(NAME_PATTERN, name):
+            raise NotFound(f"no model '{name}' in {self.location}")

@@ -1,0 +1,181 @@
+"""Servers on a remote repository, and downloads that are killed."""
+
+import http.client
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks.peers.hps_server import start_hps
+from hps.config.model_schema import ModelSpec
+from hps.models.repository import Repository
+from hps.models.version_writer import write_version
+from tests.support.object_store import EXPIRED, object_store
+from tests.support.small_models import LOOKUP, write_models
+from tests.support.waiting import until
+
+
+@pytest.fixture(scope="module")
+def s3_server():
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def s3(s3_server, monkeypatch):
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield s3_server
+    relay = s3_server.relay
+    relay.cut_after = relay.budget = relay.bytes_per_s = relay.refusal = None
+
+
+def request(address, method, path, body=None):
+    connection = http.client.HTTPConnection(address, timeout=60)
+    connection.request(method, path, None if body is None else json.dumps(body))
+    reply = connection.getresponse()
+    text = reply.read().decode()
+    connection.close()
+    return reply.status, text
+
+
+def word(server, key=7):
+    inputs = [{"name": "word", "datatype": "INT64", "shape": [1, 1], "data": [key]}]
+    status, text = request(server.address, "POST", "/v2/models/words/infer", {"inputs": inputs})
+    assert status == 200, text
+    return json.loads(text)["outputs"][0]["data"][0]
+
+
+def load(server, model, version):
+    path = f"/v2/repository/models/{model}/load"
+    return request(server.admin, "POST", path, {"parameters": {"version": version}})
+
+
+def write_words(root, version, first=0.0, rows=1000):
+    keys = np.arange(rows)
+    vectors = np.full((rows, 8), first, np.float32) + keys[:, None]
+    write_version(root, ModelSpec.model_validate(LOOKUP), version, {"words": (keys, vectors)})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_server_on_an_object_store(s3, tmp_path, workers):
+    """Start, load of another version at run time, expired credentials, metrics."""
+    write_models(tmp_path / "source")
+    models = {
+        "repository": s3.upload(tmp_path / "source", f"serve-{workers}"),
+        "download": {"folder": str(tmp_path / "cache")},
+    }
+    limits = {"workers": workers} if workers else {}
+    with start_hps(tmp_path, models=models, limits=limits) as server:
+        assert word(server) == 7.0
+        write_words(tmp_path / "source", 2, first=1000.0)
+        s3.upload(tmp_path / "source/words/2", f"serve-{workers}/words/2")
+        s3.relay.refusal = EXPIRED
+        status, text = load(server, "words", 2)
+        assert status == 409
+        assert "models.repository/words: the credentials have expired; renew them" in text
+        assert word(server) == 7.0
+        s3.relay.refusal = None
+        assert load(server, "words", 2)[0] == 200
+        assert word(server) == 1007.0
+        _, metrics = request(server.admin, "GET", "/metrics")
+        (count,) = [
+            line
+            for line in metrics.splitlines()
+            if line.startswith('hps_model_download_bytes_total{model="words"')
+        ]
+        assert float(count.split()[-1]) >= 40_000
+        assert "test-secret-key" not in metrics
+    assert not [*(tmp_path / "cache").rglob("*.part")]
+
+
+def test_front_end_downloads_networks_alone(s3, tmp_path):
+    write_models(tmp_path / "models")
+    uri = s3.upload(tmp_path / "models", "split")
+    node = {"repository": uri, "download": {"folder": str(tmp_path / "node-cache")}}
+    (tmp_path / "front").mkdir()
+    with start_hps(tmp_path, models=node, limits={"role": "lookup"}) as below:
+        front = {"repository": uri, "download": {"folder": str(tmp_path / "front-cache")}}
+        with start_hps(
+            tmp_path / "front",
+            models=front,
+            limits={"role": "frontend"},
+            lookup={"nodes": [below.grpc]},
+        ) as server:
+            assert word(server) == 7.0
+    names = {p.name for p in (tmp_path / "front-cache").rglob("*") if p.is_file()}
+    assert "dense.onnx" in names
+    assert "emb_vector" not in names
+
+
+def test_unreachable_or_refused_store_ends_a_start_early(s3, tmp_path):
+    write_models(tmp_path / "models")
+    uri = s3.upload(tmp_path / "models", "refused")
+    command = [sys.executable, "-m", "hps.cli.main", "serve"]
+    settings = [f"models.repository={uri}", f"models.download.folder={tmp_path}/cache"]
+    for setting in [*settings, f"tiers.rocksdb.path={tmp_path}/db"]:
+        command += ["--set", setting]
+    s3.relay.refusal = EXPIRED
+    started = time.monotonic()
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "the credentials have expired" in ended.stderr
+    assert time.monotonic() - started < 10
+
+
+OPEN = """
+import sys
+from pathlib import Path
+from hps.config.download_settings import DownloadSettings
+from hps.config.repository_uri import RepositoryUri
+from hps.models.remote import open_repository
+chosen = DownloadSettings(folder=Path(sys.argv[2]), chunk_bytes=65536, parallel=2)
+opened = open_repository(RepositoryUri.parse(sys.argv[1]), chosen).open("words")
+print(opened.tables["words"].rows)
+"""
+
+
+def test_killed_download_resumes(s3, tmp_path):
+    """``kill -9`` at moments of a download: no partial version, and no byte twice but a few chunks."""
+    write_words(tmp_path / "source", 1, rows=50_000)
+    uri = s3.upload(tmp_path / "source", "killed")
+    cache = tmp_path / "cache"
+    total = 50_000 * 40
+    s3.relay.bytes_per_s = 1_500_000
+    kills, before = 0, s3.relay.passed
+    command = [sys.executable, "-c", OPEN, uri, str(cache)]
+    for _ in range(4):
+        process = subprocess.Popen(command)
+        seen = s3.relay.passed
+        until(lambda at=seen: s3.relay.passed - at > 400_000)
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        kills += 1
+        assert not [*cache.glob("*/words/1")]
+    assert kills == 4
+    s3.relay.bytes_per_s = None
+    assert subprocess.check_output(command, text=True).strip() == "50000"
+    assert s3.relay.passed - before < total + 5 * 2 * 65536 + 400_000
+    root = next(cache.glob("s3-*"))
+    opened, source = Repository(root).open("words"), Repository(tmp_path / "source").open("words")
+    assert (opened.tables["words"].vectors() == source.tables["words"].vectors()).all()
+    assert sorted(p.name for p in (root / "words").iterdir()) == ["1", "model.yaml"]
+
+
+def test_processes_that_start_together_download_once(s3, tmp_path):
+    write_words(tmp_path / "source", 1, rows=50_000)
+    uri = s3.upload(tmp_path / "source", "together")
+    s3.relay.bytes_per_s = 4_000_000
+    before = s3.relay.passed
+    command = [sys.executable, "-c", OPEN, uri, str(tmp_path / "cache")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate()[0].strip() for process in processes] == ["50000"] * 3
+    assert s3.relay.passed - before < 50_000 * 40 + 200_000
