@@ -163,13 +163,14 @@ class ReceivedBytes:
 
     def add(self, size: int) -> None:
         """Count ``size`` bytes that have arrived. Raises ``CallFailed`` if they do not fit."""
+        budget, connection = self._budget.budget, self._connection
         if self.promised:
             self._use_promised(min(size, self.promised))
-        else:
-            self._budget.require(self._connection, self._held, size)
+        elif budget.held + size > budget.limit or connection.held + size > connection.limit:
+            self._budget.require(connection, self._held, size)
         self._held += size
-        self._connection.held += size
-        self._budget.budget.add(size)
+        connection.held += size
+        budget.add(size)
 
     def _use_promised(self, size: int) -> None:
         self.promised -= size

@@ -117,7 +117,7 @@ class Stream:
             port.receiving.arrived(self)
         elif not self.is_half_closed:
             port.receiving.arrives(self)
-            if self.missing_window > 0:
+            if reader.missing > self._credit:
                 port.receiving.request_window(self, self.connection.received_bytes)
 
     @property
