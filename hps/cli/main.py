@@ -54,6 +54,7 @@ COMMANDS = {
         CARE, "Inspect and maintain Redis and RocksDB: load, compare, convert.", group=True
     ),
     "generate": CommandEntry(CARE, "Generate models and requests for load tests.", group=True),
+    "plan": CommandEntry(CARE, "Size the caches from a key trace: hit rates, latencies, cost."),
     "triton": CommandEntry(CARE, "Export models to a Triton model repository.", group=True),
     "updates": CommandEntry(
         CARE, "Publish rows, control update streams, show dead letters.", group=True

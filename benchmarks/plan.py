@@ -1,0 +1,168 @@
+"""Predictions of hps plan against measurements, on the second half of a recommender's real trace.
+
+The Scarab trace: 1.2 million keys of 258,368 rows, here of dim 32, in requests of 1,024. The plan sees the
+first half. Then each cache answers the whole trace, and its second half is counted: by `CpuCache` at 1, 10
+and 20 % of the rows, lru and lfu. Latency: a cache for a hit rate of 60 % is planned, and a node with the
+printed configuration answers the second half in rounds, with a calibration before each; the median of the
+rounds' ratios. Beside them: samples of 8,192 keys instead of all, and the estimate that needs no trace, the
+share of the rows that is cached, as if all rows were equally hot.
+
+Bars: 2 points of hit rate at each capacity, 25 % of the median latency.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hps
+from benchmarks.common import Bar, Benchmark, Options, Report, main
+from benchmarks.gpu_policies import scarab
+from benchmarks.measure import Spread
+from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
+from hps.config.yaml_text import parse_yaml
+from hps.models.version_writer import write_version
+from hps.tiers.cpu.cache import Eviction
+from hps.tools.plan.calibration import calibrate
+from hps.tools.plan.curves import TableCurve, simulate
+from hps.tools.plan.inputs import demands_of, loads_of
+from hps.tools.plan.model import PlannedModel, model_of_repository
+from hps.tools.plan.planner import Goals, Planner
+from hps.tools.plan.report import PlanReport
+from hps.tools.plan.sampling import MAX_KEYS
+from hps.tools.plan.trace import Trace, TraceCollector
+from hps.types import KeyArray
+
+BATCH, DIM, TABLE = 1024, 32, "items"
+SHARES = (0.01, 0.1, 0.2)
+EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu")
+GOAL = 0.6
+SPEC = ModelSpec(
+    name="scarab",
+    tables=[TableSpec(name=TABLE, dim=DIM)],
+    features=[FeatureSpec(name=TABLE, table=TABLE, pooling="none")],
+)
+BARS = (
+    *(
+        Bar(f"hit_rate_{s:g}", f"hit rate at {100 * s:g} %: points off", at_most=2.0)
+        for s in SHARES
+    ),
+    Bar("p50", "p50 of the chosen configuration: measured / predicted", at_most=1.25),
+    Bar("p50_off", "the same", at_least=0.75),
+)
+
+
+def run(options: Options) -> Report:
+    report = Report()
+    keys = scarab()
+    if keys is None:
+        report.notes.append("The Scarab trace was not found.")
+        return report
+    half = len(keys) // 2 // BATCH * BATCH
+    with tempfile.TemporaryDirectory() as folder:
+        rows = np.unique(keys)
+        vectors = np.random.default_rng(options.seed).random((len(rows), DIM), np.float32)
+        write_version(Path(folder) / "models", SPEC, 1, {TABLE: (rows, vectors)})
+        model = model_of_repository(Path(folder) / "models", None)
+        hit_rates(report, model, keys, half)
+        latency(report, model, keys, half, folder, 2 if options.quick else 7)
+    return report
+
+
+def trace_of(model: PlannedModel, keys: KeyArray, max_keys: int = MAX_KEYS) -> Trace:
+    collector = TraceCollector(model, max_keys)
+    collector.add({TABLE: (keys, np.arange(len(keys)) // BATCH)})
+    return collector.trace()
+
+
+def hit_rates(report: Report, model: PlannedModel, keys: KeyArray, half: int) -> None:
+    """Predict by the first half, measure the second one."""
+    total, table = model.tables[TABLE].rows, []
+    for eviction in EVICTIONS:
+        start = time.perf_counter()
+        curve = TableCurve(trace_of(model, keys[:half]).samples[TABLE], total, eviction)
+        took = time.perf_counter() - start
+        fewer = TableCurve(trace_of(model, keys[:half], 8192).samples[TABLE], total, eviction)
+        for share in SHARES:
+            capacity = int(share * total)
+            measured = 1 - float(simulate(keys, capacity, eviction)[half:].mean())
+            predicted = curve.at(capacity)
+            off = 100 * abs(measured - predicted)
+            table.append(
+                {
+                    "policy": eviction,
+                    "rows": f"{100 * share:g} %",
+                    "measured": measured,
+                    "predicted": predicted,
+                    "points off": off,
+                    "from 8,192 keys": fewer.at(capacity),
+                    "without a trace": share,
+                    "curve, s": took,
+                }
+            )
+            name = f"hit_rate_{share:g}"
+            report.values[name] = max(off, report.values.get(name, 0.0))
+    report.tables["hit rate of the second half, predicted from the first"] = table
+
+
+def latency(
+    report: Report, model: PlannedModel, keys: KeyArray, half: int, folder: str, rounds: int
+) -> None:
+    """Alternate calibrations and measurements; each round takes another part of the second half."""
+    trace = trace_of(model, keys[:half])
+    demands = demands_of(model, trace, {TABLE: "lru"})
+    chosen = Planner(trace, demands, goals=Goals(hit_rate=GOAL)).choose()
+    fragment = parse_yaml(
+        PlanReport(model, trace, demands, chosen, {}).configuration(), "plan"
+    ).data
+    fragment["models"]["repository"] = f"{folder}/models"
+    fragment["tiers"] |= {"rocksdb": {"path": f"{folder}/rocksdb"}, "gpu": {"use": "off"}}
+    ratios, p99s, table = [], [], []
+    with hps.open(fragment) as node:
+        answer(node, keys[:half])
+        for part in np.array_split(keys[half:].reshape(-1, BATCH), rounds):
+            measure = answer(node, part.reshape(-1))
+            predicted = Planner(trace, demands, calibrate(loads_of(model, trace, BATCH))).predict(
+                chosen.rows
+            )
+            p50, p99 = np.quantile(measure, [0.5, 0.99])
+            assert predicted.p50_us is not None
+            assert predicted.p99_us is not None
+            ratios.append(float(p50 / predicted.p50_us))
+            p99s.append(float(p99 / predicted.p99_us))
+            table.append(
+                {"p50, µs": float(p50), "predicted": predicted.p50_us, "p99, µs": float(p99)}
+                | {"predicted p99": predicted.p99_us}
+            )
+    report.tables[f"lookups of {BATCH:,} keys, planned for a hit rate of {GOAL:g}"] = table
+    report.values["p50"] = report.values["p50_off"] = Spread.of(ratios).median
+    report.figures["p99 measured / predicted"] = f"{Spread.of(p99s)}"
+    report.figures["cache rows"] = dict(chosen.rows)
+
+
+def answer(node: Any, keys: KeyArray) -> list[float]:
+    """Look up ``keys``, a batch at a time; returns the latencies in microseconds."""
+    times = []
+    for start in range(0, len(keys), BATCH):
+        batch = keys[start : start + BATCH]
+        begun = time.perf_counter()
+        node.lookup("scarab", {TABLE: batch})
+        times.append(1e6 * (time.perf_counter() - begun))
+    return times
+
+
+BENCHMARK = Benchmark(
+    name="plan",
+    title=__doc__.splitlines()[0],
+    run=run,
+    bars=BARS,
+    measured=("hps/tools/plan", "hps/tiers/cpu", "hps/tiers/capacity.py"),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))

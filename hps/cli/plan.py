@@ -1,0 +1,234 @@
+"""``hps plan``: size the caches from a recorded key trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hps.cli.command_options import CommandApp, argument, option
+from hps.cli.options import ReportOptions, SetOption, load_with_warnings, reject_overrides
+from hps.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hps.tiers.cpu.cache import Eviction
+    from hps.tools.plan.latency import Calibration
+    from hps.tools.plan.model import PlannedModel
+    from hps.tools.plan.planner import Goals, Prices
+    from hps.tools.plan.report import PlanReport
+    from hps.tools.plan.trace import Trace
+
+app = CommandApp(add_completion=False)
+
+EXAMPLES = """\b
+Examples:
+  hps plan requests.npz --config hps.yaml --hit-rate 0.9
+  hps plan keys.parquet --repository models --batch 64 --p99-ms 5
+  hps plan keys.npy --table items=258368x32 --batch 1024 --memory 8000000
+  hps plan day.csv --table user=1000000x32 --table ad=50000x16 --plot day.svg
+"""
+
+
+class EvictionPolicy(StrEnum):
+    lru = "lru"
+    lfu = "lfu"
+    random = "random"
+    fifo = "fifo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoalOptions:
+    """The target."""
+
+    hit_rate: float | None = option(None, min=0.0, max=1.0)
+    """Target: the share of the keys that the caches answer, from 0 to 1."""
+    p50_ms: float | None = option(None, min=0.0001)
+    """Target: half of the lookups take at most this many milliseconds."""
+    p99_ms: float | None = option(None, min=0.0001)
+    """Target: 99 % of the lookups take at most this many milliseconds."""
+    requests_per_s: float | None = option(None, min=0.001)
+    """Target: requests per second, from which the number of cores follows."""
+    memory: int | None = option(None, min=0, metavar="BYTES")
+    """Most bytes of the CPU cache; alone: the best cache of that size."""
+    gpu_memory: int | None = option(None, min=1, metavar="BYTES")
+    """Also fill a GPU cache of this size."""
+
+    def goals(self) -> Goals:
+        from hps.tools.plan.planner import Goals
+
+        return Goals(self.hit_rate, self.p50_ms, self.p99_ms, self.requests_per_s, self.memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriceOptions:
+    """Prices per hour."""
+
+    gib_price: float = option(0.0, min=0.0)
+    """Price of a GiB of memory for an hour."""
+    core_price: float = option(0.0, min=0.0)
+    """Price of a processor core for an hour."""
+    gpu_price: float = option(0.0, min=0.0)
+    """Price of a GPU for an hour."""
+
+    def prices(self) -> Prices:
+        from hps.tools.plan.planner import Prices
+
+        return Prices(self.gib_price, self.core_price, self.gpu_price)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModelOptions:
+    """The tables."""
+
+    config: Path | None = option(None, "--config", "-c", metavar="FILE")
+    """The configuration of the node that will serve the model; it is not opened."""
+    overrides: SetOption = None
+    repository: Path | None = option(None, "--repository", "-r", metavar="DIR")
+    """The model repository, if there is no configuration yet."""
+    model: str | None = option(None, metavar="NAME")
+    """The model; required if there are several."""
+    table: list[str] | None = option(None, metavar="NAME=ROWSxDIM")
+    """A table, if there are no files yet, such as user=1000000x32 or ad=50000x16:float16; repeatable."""
+
+    def open(self) -> PlannedModel:
+        """Describe the model. Raises ConfigError, ModelError, NotFound."""
+        from hps.tools.plan import model
+
+        given = [self.config, self.repository, self.table]
+        if sum(each is not None for each in given) != 1:
+            raise ConfigError(
+                "say where the tables are described, by one of --config FILE, --repository DIR, or --table "
+                "NAME=ROWSxDIM for each"
+            )
+        if self.config is not None:
+            configuration = load_with_warnings(self.config, self.overrides)
+            return model.model_of_configuration(configuration, self.model)
+        reject_overrides(self.overrides)
+        if self.repository is not None:
+            return model.model_of_repository(self.repository, self.model)
+        return model.model_of_specs(self.table or (), self.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(ReportOptions):
+    trace: list[Path] = argument()
+    """Files of keys in the order of the requests: .npz, .parquet, .csv, .tsv, .jsonl, .npy, .trace."""
+    planned: PlannedModelOptions
+    batch: int = option(1, min=1)
+    """Samples per request, in files that do not say it."""
+    goal: GoalOptions
+    eviction: EvictionPolicy | None = option(None, show_default="that of --config, else lru")
+    """The policy by which the CPU cache evicts rows."""
+    price: PriceOptions
+    calibration: Path | None = option(None, metavar="FILE")
+    """Use the latencies of this file, written by --save-calibration, instead of measuring them."""
+    save_calibration: Path | None = option(None, metavar="FILE")
+    """Write the measured latencies to this file."""
+    no_latency: bool = option(False)
+    """Predict no latencies: measures nothing, saves some 8 seconds."""
+    keys: int = option(1 << 18, min=1024)
+    """Different keys to sample of each table; more are more exact and take more memory."""
+    plot: Path | None = option(None, metavar="FILE")
+    """Draw the curves into this .svg or (needs Matplotlib) .png."""
+    yaml: Path | None = option(None, metavar="FILE")
+    """Write the fragment of the configuration to this file."""
+
+
+@app.command(epilog=EXAMPLES)
+def plan(options: PlanOptions) -> None:
+    """Size the caches from a trace of keys: hit rates, latencies, bytes, cost, and a configuration.
+
+    Reads which keys your requests ask for, computes the hit rate of each table's cache for every size,
+    measures lookups on this machine with generated rows (some 8 seconds), and prints the smallest
+    caches that meet the target, as YAML for your configuration. Without a target it plans for 95 % of
+    the hits that the trace allows. The trace should be several times as long as the tables are used: a
+    row's first access always misses. Latencies are those of a lookup in the process, without HTTP and
+    queues. docs/sizing.md explains the numbers. Exit code 2: no cache meets the target."""
+    from hps.cli.plan_show import chart_lines, show
+    from hps.tools.plan.chart import save_chart
+
+    if options.no_latency and (options.calibration or options.save_calibration):
+        raise ConfigError("--no-latency measures nothing; remove it, or the calibration")
+    report = make_report(options)
+    if options.plot is not None:
+        save_chart(options.plot, f"{report.model.name}: hit rate by size", chart_lines(report))
+    if options.yaml is not None:
+        options.yaml.write_text(report.configuration())
+    if options.as_json:
+        options.report(report.as_json(), lambda _: None)
+    else:
+        show(report, options.price.prices())
+
+
+def make_report(options: PlanOptions) -> PlanReport:
+    """Read the trace, and choose a cache. Raises ConfigError, BadRequest and others."""
+    from hps.cli.plan_trace import read_trace
+    from hps.cli.progress import ConsoleProgress
+    from hps.tools.plan.gpu import gpu_allocation
+    from hps.tools.plan.inputs import demands_of
+    from hps.tools.plan.planner import Planner
+    from hps.tools.plan.report import PlanReport
+
+    model = options.planned.open()
+    trace = read_trace(
+        options.trace,
+        model,
+        batch=options.batch,
+        max_keys=options.keys,
+        progress=ConsoleProgress(),
+    )
+    demands = demands_of(model, trace, _evictions(options, model, trace))
+    calibration = _calibration(options, model, trace)
+    gpu = {}
+    if options.goal.gpu_memory is not None:
+        gpu = dict(gpu_allocation(demands, options.goal.gpu_memory))
+    planner = Planner(
+        trace,
+        demands,
+        calibration,
+        goals=options.goal.goals(),
+        prices=options.price.prices(),
+        gpus=len(model.settings.tiers.gpu.devices) if gpu else 0,
+    )
+    chosen = planner.choose()
+    current = None if options.planned.config is None else planner.predict(_current(model))
+    return PlanReport(model, trace, demands, chosen, gpu, current, calibration)
+
+
+def _evictions(options: PlanOptions, model: PlannedModel, trace: Trace) -> Mapping[str, Eviction]:
+    from hps.node.caches import eviction_of
+
+    default = model.settings.tiers.cpu_cache.eviction
+    if options.eviction is not None:
+        return dict.fromkeys(trace.samples, options.eviction.value)
+    tables = {name: model.tables[name].table for name in trace.samples}
+    return {name: eviction_of(model.settings, table) or default for name, table in tables.items()}
+
+
+def _calibration(options: PlanOptions, model: PlannedModel, trace: Trace) -> Calibration | None:
+    from hps.tools.output import console
+    from hps.tools.plan.calibration import calibrate
+    from hps.tools.plan.inputs import loads_of
+    from hps.tools.plan.latency import Calibration
+
+    if options.no_latency:
+        return None
+    if options.calibration is not None:
+        return Calibration.load(options.calibration)
+    with console(stderr=True).status("measuring lookups on this machine"):
+        measured = calibrate(loads_of(model, trace, options.batch))
+    if options.save_calibration is not None:
+        measured.save(options.save_calibration)
+    return measured
+
+
+def _current(model: PlannedModel) -> dict[str, int]:
+    """The CPU cache of the configuration, in rows by table."""
+    from hps.node.caches import plan_rows
+
+    if not model.settings.tiers.cpu_cache.enabled:
+        return {}
+    rows = plan_rows(model.settings, {each.table: each.rows for each in model.tables.values()})
+    return {table.name: count for table, count in rows.items()}

@@ -1,0 +1,94 @@
+"""Latency of lookups by the keys of a request and the rows that it reads from a store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.errors import ConfigError
+
+Floats = NDArray[np.float64]
+_STEPS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Measured latencies of lookups of ``keys`` keys, one at a time.
+
+    ``misses (k,)``, ascending from 0: rows read from a store; ``p50_us (k,)``: the median latency with that
+    many. ``key_us``: microseconds that a further key in memory takes. ``spread``: for each of them, quantiles
+    of the latency divided by the median, from the smallest to the largest; or one for all. ``measured``: a
+    phrase that says what was measured, for people."""
+
+    keys: float
+    misses: tuple[float, ...]
+    p50_us: tuple[float, ...]
+    key_us: float = 0.0
+    spread: tuple[tuple[float, ...], ...] = ((1.0,),)
+    measured: str = ""
+
+    def __post_init__(self) -> None:
+        ascending = all(a < b for a, b in zip(self.misses, self.misses[1:], strict=False))
+        if (
+            not self.misses
+            or self.misses[0]
+            or not ascending
+            or len(self.misses) != len(self.p50_us)
+        ):
+            raise ValueError("misses must ascend from 0, with one p50_us for each")
+        if min(self.p50_us) <= 0 or self.key_us < 0:
+            raise ValueError("times must be positive")
+        if len(self.spread) not in (1, len(self.misses)) or min(map(len, self.spread)) == 0:
+            raise ValueError("spread must be one list of quantiles, or one for each of misses")
+
+    def medians_us(self, keys: Floats, misses: Floats) -> Floats:
+        """Return the typical latencies ``(n,)`` of requests of ``keys (n,)`` with ``misses (n,)``.
+
+        Between measurements by proportion, beyond the last by the slope before it."""
+        at, times = np.array(self.misses), np.array(self.p50_us)
+        base = np.interp(misses, at, times)
+        if len(at) > 1:
+            slope = max(0.0, (times[-1] - times[-2]) / (at[-1] - at[-2]))
+            base = base + slope * np.maximum(0.0, misses - at[-1])
+        found: Floats = np.maximum(base + self.key_us * (keys - self.keys), 0.1 * base)
+        return found
+
+    def percentiles_us(self, keys: Floats, misses: Floats, which: Sequence[float]) -> list[float]:
+        """Return percentiles of the latency over requests, each of which varies by ``spread``."""
+        typical = self.medians_us(keys, misses)
+        steps = np.linspace(0, 1, _STEPS + 1)
+        spreads = [np.interp(steps, np.linspace(0, 1, len(s)), s) for s in self.spread]
+        # The middle of each step, so that the largest of all does not stand for a whole step.
+        factors = np.array([(spread[1:] + spread[:-1]) / 2 for spread in spreads])
+        between = (np.array(self.misses)[1:] + np.array(self.misses)[:-1]) / 2
+        nearest = (
+            np.searchsorted(between, misses) if len(factors) > 1 else np.zeros(len(misses), int)
+        )
+        every = (typical[:, None] * factors[nearest]).ravel()
+        return [float(np.quantile(every, p / 100)) for p in which]
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> Calibration:
+        """Read a file of `save`, or written by hand: keys, misses, p50_us. Raises ConfigError."""
+        try:
+            data: dict[str, Any] = json.loads(path.read_text())
+            return Calibration(**{name: _frozen(value) for name, value in data.items()})
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{path}: not a calibration: {error}; hps plan --save-calibration FILE writes one"
+            ) from None
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

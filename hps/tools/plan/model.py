@@ -1,0 +1,94 @@
+"""The model that a plan is for: its tables with their numbers of rows, and its features."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hps.config import Configuration, Settings
+from hps.config.model_schema import NAME_PATTERN
+from hps.errors import ConfigError, NotFound
+from hps.lookup.base import Feature
+from hps.models.repository import ModelVersion
+from hps.models.tables import TableFiles
+from hps.node.model_opening import features_of, version_openers
+from hps.suggestions import hint_for
+from hps.types import EmbeddingTable
+
+_SPEC = re.compile(r"([^=]+)=(\d+)x(\d+)(?::(float32|float16))?")
+MODEL = "model"
+"""Name of a model that is described on the command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTable:
+    """A table, the number of its rows, and its files if they are in a repository."""
+
+    table: EmbeddingTable
+    rows: int
+    files: TableFiles | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model's tables and features by name; ``settings``: those of the node that will serve it."""
+
+    name: str
+    tables: Mapping[str, PlannedTable]
+    features: Mapping[str, Feature]
+    settings: Settings = field(default_factory=Settings)
+    inputs: frozenset[str] = frozenset()
+    """Names of the network's other inputs in requests."""
+
+
+def model_of_configuration(configuration: Configuration, name: str | None) -> PlannedModel:
+    """The model ``name`` that a node of ``configuration`` would serve; None: its only one.
+
+    Raises ConfigError, ModelError, NotFound."""
+    openers = version_openers(configuration)
+    if name is None and len(openers) > 1:
+        raise ConfigError(f"name the model by --model; there are {', '.join(openers)}")
+    name = name or next(iter(openers))
+    if name not in openers:
+        raise NotFound(f"there is no model {name!r}{hint_for(name, openers, 'the models are')}")
+    return _of_version(openers[name](), configuration.settings)
+
+
+def _of_version(version: ModelVersion, settings: Settings) -> PlannedModel:
+    tables = version.embedding_tables()
+    planned = {
+        name: PlannedTable(table, version.tables[name].rows, version.tables[name])
+        for name, table in tables.items()
+    }
+    dense = version.spec.dense
+    inputs = frozenset(tensor.name for tensor in dense.inputs) if dense else frozenset()
+    return PlannedModel(version.name, planned, features_of(version.spec, tables), settings, inputs)
+
+
+def model_of_specs(specs: Sequence[str], name: str | None = None) -> PlannedModel:
+    """A model with a feature per table, from texts ``NAME=ROWSxDIM[:float16]``. Raises ConfigError."""
+    name, tables = name or MODEL, {}
+    for spec in specs:
+        match = _SPEC.fullmatch(spec)
+        if match is None or not re.fullmatch(NAME_PATTERN, match[1]):
+            raise ConfigError(
+                f"--table {spec!r}: expected NAME=ROWSxDIM or NAME=ROWSxDIM:float16, such as user=1000000x32"
+            )
+        table, rows, dim = match[1], int(match[2]), int(match[3])
+        if table in tables or not rows or not 1 <= dim <= 65_536:
+            reason = (
+                "is there twice" if table in tables else "needs rows and a dim from 1 to 65,536"
+            )
+            raise ConfigError(f"--table {spec!r}: {table} {reason}")
+        made = EmbeddingTable.make(table, dim, model=name, dtype=match[4] or "float32")
+        tables[table] = PlannedTable(made, rows)
+    features = {n: Feature(n, planned.table, pooling="none") for n, planned in tables.items()}
+    return PlannedModel(name, tables, features)
+
+
+def model_of_repository(repository: Path, name: str | None) -> PlannedModel:
+    """A model of ``repository``, served with default settings. Raises as `model_of_configuration`."""
+    settings = Settings.model_validate({"models": {"repository": repository}})
+    return model_of_configuration(Configuration(settings), name)

@@ -1,0 +1,111 @@
+"""The result of a plan: for programs, and as a fragment of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hps.config.yaml_text import dump_yaml
+from hps.tiers.capacity import slot_bytes
+from hps.tools.plan.allocation import Allocation, TableDemand, hit_rate
+from hps.tools.plan.gpu import gpu_bytes
+from hps.tools.plan.latency import Calibration
+from hps.tools.plan.model import PlannedModel
+from hps.tools.plan.planner import Prediction
+from hps.tools.plan.trace import Trace
+from hps.types import EmbeddingTable
+
+SHARES = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Capacities of the curves in a report, as shares of a table's rows."""
+# Bytes of a row in RocksDB beyond its vector: key, version, index, filter (measured: dim 32).
+_STORE_EXTRA_BYTES = 35
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """A chosen cache with what it was chosen from. ``current``: the cache of the settings, for comparison."""
+
+    model: PlannedModel
+    trace: Trace
+    demands: Mapping[str, TableDemand]
+    chosen: Prediction
+    gpu: Allocation
+    current: Prediction | None = None
+    calibration: Calibration | None = None
+    samples: int = 1
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, JSON-able."""
+        return {
+            "model": self.model.name,
+            "trace": {"requests": self.trace.requests, "keys": self.trace.accesses},
+            "tables": [self._table(name) for name in self.demands],
+            "tiers": self.tiers(),
+            "plan": asdict(self.chosen),
+            "current": None if self.current is None else asdict(self.current),
+            "calibration": None if self.calibration is None else asdict(self.calibration),
+            "configuration": self.configuration(),
+        }
+
+    def _table(self, name: str) -> dict[str, Any]:
+        demand, sample = self.demands[name], self.trace.samples[name]
+        curve, table = demand.curve, demand.table
+        return {
+            "name": name,
+            "rows": curve.table_rows,
+            "row_bytes": table.row_bytes,
+            "keys": sample.accesses,
+            "share": demand.share,
+            "touched_rows": curve.touched_rows,
+            "unknown_share": curve.unknown_share,
+            "sampling_rate": sample.rate,
+            "eviction": curve.eviction,
+            "cache_rows": self.chosen.rows.get(name, 0),
+            "hit_rate": curve.at(self.chosen.rows.get(name, 0)),
+            "curve": [
+                {"rows": p.rows, "bytes": p.rows * slot_bytes(table), "hit_rate": p.hit_rate}
+                for p in curve.points
+            ],
+        }
+
+    def tiers(self) -> list[dict[str, Any]]:
+        """Each tier with its rows, bytes and the share of the keys that it answers."""
+        on_gpu = hit_rate(self.demands, self.gpu) if self.gpu else 0.0
+        in_memory = max(on_gpu, self.chosen.hit_rate)
+        found = []
+        if self.gpu:
+            size = gpu_bytes(self.demands, self.gpu)
+            found.append(_tier("GPU cache", sum(self.gpu.values()), size, on_gpu))
+        rows = sum(self.chosen.rows.values())
+        found.append(_tier("CPU cache", rows, self.chosen.bytes, in_memory - on_gpu))
+        stored = {n: d.curve.table_rows for n, d in self.demands.items()}
+        size = sum(n * store_row_bytes(self.demands[name].table) for name, n in stored.items())
+        found.append(_tier("store", sum(stored.values()), size, 1.0 - in_memory))
+        return found
+
+    def configuration(self) -> str:
+        """The chosen caches as a fragment of the configuration, in YAML."""
+        tables: dict[str, dict[str, int]] = {
+            name: {"cache_rows": rows} for name, rows in self.chosen.rows.items()
+        }
+        for name, rows in self.gpu.items():
+            tables[name]["gpu_rows"] = rows
+        evictions = {d.curve.eviction for d in self.demands.values()}
+        cpu: dict[str, Any] = {"capacity_bytes": self.chosen.bytes}
+        if len(evictions) == 1:
+            cpu["eviction"] = evictions.pop()
+        tiers: dict[str, Any] = {"cpu_cache": cpu}
+        if self.gpu:
+            tiers["gpu"] = {"capacity_bytes": gpu_bytes(self.demands, self.gpu)}
+        fragment = {"models": {"serve": {self.model.name: {"tables": tables}}}, "tiers": tiers}
+        return dump_yaml(fragment)
+
+
+def _tier(name: str, rows: int, size: int, answers: float) -> dict[str, Any]:
+    return {"tier": name, "rows": rows, "bytes": size, "answers": answers}
+
+
+def store_row_bytes(table: EmbeddingTable) -> int:
+    """Return the approximate bytes of a row in RocksDB."""
+    return table.row_bytes + _STORE_EXTRA_BYTES
