@@ -26,6 +26,7 @@ from benchmarks.gpu_policies import scarab
 from benchmarks.measure import Spread
 from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
 from hps.config.yaml_text import parse_yaml
+from hps.models.repository import Repository
 from hps.models.version_writer import write_version
 from hps.tiers.cpu.cache import Eviction
 from hps.tools.plan.calibration import calibrate
@@ -68,7 +69,7 @@ def run(options: Options) -> Report:
         rows = np.unique(keys)
         vectors = np.random.default_rng(options.seed).random((len(rows), DIM), np.float32)
         write_version(Path(folder) / "models", SPEC, 1, {TABLE: (rows, vectors)})
-        model = model_of_repository(Path(folder) / "models", None)
+        model = model_of_repository(Repository(Path(folder) / "models"), None)
         hit_rates(report, model, keys, half)
         latency(report, model, keys, half, folder, 2 if options.quick else 7)
     return report

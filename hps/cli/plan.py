@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hps.cli.command_options import CommandApp, argument, option
-from hps.cli.options import ReportOptions, SetOption, load_with_warnings, reject_overrides
+from hps.cli.options import (
+    ReportOptions,
+    RepositoryLocation,
+    SetOption,
+    load_with_warnings,
+    open_repository,
+    reject_overrides,
+    repository_option,
+)
 from hps.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,7 +93,7 @@ class PlannedModelOptions:
     config: Path | None = option(None, "--config", "-c", metavar="FILE")
     """The configuration of the node that will serve the model; it is not opened."""
     overrides: SetOption = None
-    repository: Path | None = option(None, "--repository", "-r", metavar="DIR")
+    repository: RepositoryLocation | None = repository_option(None, "--repository", "-r")
     """The model repository, if there is no configuration yet."""
     model: str | None = option(None, metavar="NAME")
     """The model; required if there are several."""
@@ -107,7 +115,7 @@ class PlannedModelOptions:
             return model.model_of_configuration(configuration, self.model)
         reject_overrides(self.overrides)
         if self.repository is not None:
-            return model.model_of_repository(self.repository, self.model)
+            return model.model_of_repository(open_repository(self.repository), self.model)
         return model.model_of_specs(self.table or (), self.model)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from hps.config import Configuration, Settings
 from hps.config.model_schema import NAME_PATTERN
 from hps.errors import ConfigError, NotFound
 from hps.lookup.base import Feature
-from hps.models.repository import ModelVersion
+from hps.models.repository import ModelVersion, Repository
 from hps.models.tables import TableFiles
 from hps.node.model_opening import features_of, version_openers
 from hps.suggestions import hint_for
@@ -48,12 +47,7 @@ def model_of_configuration(configuration: Configuration, name: str | None) -> Pl
 
     Raises ConfigError, ModelError, NotFound."""
     openers = version_openers(configuration)
-    if name is None and len(openers) > 1:
-        raise ConfigError(f"name the model by --model; there are {', '.join(openers)}")
-    name = name or next(iter(openers))
-    if name not in openers:
-        raise NotFound(f"there is no model {name!r}{hint_for(name, openers, 'the models are')}")
-    return _of_version(openers[name](), configuration.settings)
+    return _of_version(openers[_chosen(name, openers)](), configuration.settings)
 
 
 def _of_version(version: ModelVersion, settings: Settings) -> PlannedModel:
@@ -88,7 +82,17 @@ def model_of_specs(specs: Sequence[str], name: str | None = None) -> PlannedMode
     return PlannedModel(name, tables, features)
 
 
-def model_of_repository(repository: Path, name: str | None) -> PlannedModel:
-    """A model of ``repository``, served with default settings. Raises as `model_of_configuration`."""
-    settings = Settings.model_validate({"models": {"repository": repository}})
-    return model_of_configuration(Configuration(settings), name)
+def model_of_repository(repository: Repository, name: str | None) -> PlannedModel:
+    """A model of ``repository``, to be served with default settings. Raises as `model_of_configuration`."""
+    names = repository.names()
+    return _of_version(repository.open(_chosen(name, names)), Settings())
+
+
+def _chosen(name: str | None, names: Collection[str]) -> str:
+    if name is None and len(names) > 1:
+        raise ConfigError(f"name the model by --model; there are {', '.join(names)}")
+    if name is not None and name not in names:
+        raise NotFound(f"there is no model {name!r}{hint_for(name, names, 'the models are')}")
+    if not names:
+        raise ConfigError("the repository holds no model; make one with `hps model import`")
+    return name or next(iter(names))
