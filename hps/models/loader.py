@@ -1,10 +1,14 @@
 """Load a version into RocksDB: each table's files are sorted by stored key and ingested, once.
 
-At a start, a table's load record decides:
+A table with a file ``mapped`` (`hps.models.mapped_file`) is not loaded if the store is a `MappedTier` that
+has no row of it: it is *mapped*, and served from that file (`hps.tiers.mapped`). For every other table its
+load record decides at a start:
 
 * Complete, with the digest of the files: the table is reused as it is, with rows streamed in since.
 * No record: the table is loaded, or merged (see below) if it holds streamed rows.
 * Incomplete, because the load was killed: it is continued if the files are unchanged, else started again.
+* No record, but an overlay record of a mapped file that cannot be used any more: the files' rows are
+  inserted for the keys that the overlay does not have.
 * Another digest: the files under this version number were replaced. The table is loaded again. If rows were
   streamed in since, a new load would lose them, so that is an error. Exception: without a manifest
   (HugeCTR directories of a `ps.json`, which have no version numbers) the files are merged into the table;
@@ -17,7 +21,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -27,13 +31,16 @@ from hps.errors import ModelError, TierError
 from hps.models.check import check_disjoint_tables
 from hps.models.external_sort import Chunk, DuplicateCounter, block_rows, prefetch, sorted_chunks
 from hps.models.manifest import checksum_file, compare_checksum
+from hps.models.mapped_file import MAPPED_FILE
 from hps.models.repository import ModelVersion
 from hps.models.tables import TableFiles
+from hps.native.mapped_format import read_header
+from hps.tiers.mapped import MappedTier
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
 from hps.types import EmbeddingTable, Progress, make_version
 
 log = logging.getLogger(__name__)
-How = Literal["reused", "loaded", "merged"]
+How = Literal["mapped", "reused", "loaded", "merged"]
 # Smaller files are sorted without a thread, which would cost more than it saves.
 _THREAD_BYTES = 16 << 20
 
@@ -52,7 +59,8 @@ class LoadReport:
 
     @property
     def reused(self) -> bool:
-        return self.how == "reused"
+        """True if no row was written."""
+        return self.how in ("mapped", "reused")
 
 
 def load_tables(
@@ -97,7 +105,7 @@ def version_of_rows(store: RocksDbTier, table: EmbeddingTable, files: TableFiles
 
 def _log(table: EmbeddingTable, report: LoadReport) -> None:
     if report.reused:
-        log.debug("table %s: reused, %d rows", table.id, report.rows)
+        log.debug("table %s: %s, %d rows", table.id, report.how, report.rows)
         return
     log.info("table %s: %s, %d rows in %.1f s", table.id, report.how, report.rows, report.seconds)
     if report.duplicates:
@@ -118,6 +126,8 @@ def _load(
 ) -> LoadReport:
     began = time.monotonic()
     files = version.tables[table.name]
+    if not rebuild and map_table(version, table, store):
+        return LoadReport(table.name, "mapped", files.rows, 0, time.monotonic() - began)
     how = _decide(files, table, store, rebuild=rebuild)
     if how == "reused":
         record = store.loaded(table)
@@ -146,6 +156,29 @@ def _load(
     return LoadReport(table.name, how, rows, duplicates.count, time.monotonic() - began)
 
 
+def map_table(
+    version: ModelVersion, table: EmbeddingTable, store: RocksDbTier, *, known_only: bool = False
+) -> bool:
+    """Serve ``table`` from its mapped file if ``store`` can; return whether it is served so.
+
+    ``known_only``: only if it was before. Raises ModelError as `load_tables`, and TierError."""
+    if not isinstance(store, MappedTier) or not store.maps or store.layout != "native":
+        return False
+    files = version.tables[table.name]
+    path = files.folder / MAPPED_FILE
+    if not path.exists() or (known_only and not store.is_mapped(table)):
+        return False
+    try:
+        header = read_header(path)
+    except ModelError as error:
+        log.warning("table %s: its mapped file is not used: %s", table.id, error)
+        return False
+    if header.digest != files.digest or (header.dim, header.dtype) != (table.dim, table.dtype):
+        log.warning("table %s: %s is not used: it was made from other files", table.id, path)
+        return False
+    return store.map(table, path, replace(_record(version, table, files), rows=header.rows))
+
+
 def _record(version: ModelVersion, table: EmbeddingTable, files: TableFiles) -> LoadRecord:
     stamp = " ".join(map(str, files.stamps))
     written = row_version(version, files)
@@ -153,13 +186,15 @@ def _record(version: ModelVersion, table: EmbeddingTable, files: TableFiles) -> 
 
 
 def _decide(files: TableFiles, table: EmbeddingTable, store: RocksDbTier, *, rebuild: bool) -> How:
-    record = store.loaded(table)
     if rebuild:
         return "loaded"
+    record = store.loaded(table)
     if record is None:
         # A table may hold streamed rows although it was never loaded: they are kept too.
         return "merged" if store.streamed(table) and store.layout == "native" else "loaded"
     if (record.digest, record.dim, record.dtype) == (files.digest, table.dim, table.dtype.name):
+        if isinstance(store, MappedTier) and store.is_mapped(table):
+            return "merged" if store.streamed(table) else "loaded"
         return "reused"
     if not store.streamed(table):
         return "loaded"
@@ -192,8 +227,14 @@ def _merge(
     record: LoadRecord,
     step: Callable[[int], None],
 ) -> int:
-    """Insert the files' rows by the version rule, so that newer rows in the store stay."""
+    """Insert the files' rows by the version rule, so that newer rows in the store stay.
+
+    Entries of an overlay all stay: they were written over rows of the files' version."""
+    overlay = store if isinstance(store, MappedTier) and store.unmap(table) else None
     for keys, vectors in files.blocks(block_rows(files.dim)):
+        if overlay is not None:
+            at = np.flatnonzero(~overlay.has_entries(table, keys))
+            keys, vectors = keys[at], vectors[at]
         versions = np.full(len(keys), record.version, np.uint64)
         store.insert(table, keys, vectors.astype(table.dtype, copy=False), versions)
         step(len(keys))

@@ -95,7 +95,7 @@ def read_header(path: Path, file: int | None = None) -> MappedHeader:
     """Read and check the header of ``path``, from the open ``file`` if one is passed.
 
     Raises ModelError if the file is missing, truncated, damaged or of another kind."""
-    own = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if file is None else file
+    own = _open(path) if file is None else file
     try:
         data = os.pread(own, HEADER_BYTES, 0)
         size = os.fstat(own).st_size

@@ -75,6 +75,24 @@ def rocksdb(path: Path, tables: TableSet, layout: Any = "native") -> RocksDbTier
     return tier
 
 
+# Keys of the tables of a mapped tier: some of those that the tests use.
+MAPPED_KEYS = np.unique([*range(-600, 600), *(1 << np.arange(0, 62, 8)), -(2**63), 2**63 - 1])
+
+
+def mapped(path: Path, tables: TableSet, **given: Any) -> Any:
+    """A tier that maps a file for each table, and has evicted all of their rows."""
+    from hps.tiers.mapped import MappedTier
+    from tests.support.mapped_tables import map_rows
+
+    tier = MappedTier(path, tuning=RocksDbTuning(block_cache_bytes=1 << 20), **given)
+    tier.open_tables(tables)
+    for table in tables:
+        rows = np.full((len(MAPPED_KEYS), table.dim), 3, table.dtype)
+        map_rows(tier, table, path.with_name("files"), MAPPED_KEYS, rows, 1)
+        tier.evict(table, MAPPED_KEYS)
+    return tier
+
+
 class BesidePrimary:
     """Writes go to a primary and fetches to a reader of the same folder: a secondary that follows it, or
     one opened anew for each fetch that sees the rows as they are then."""
@@ -91,7 +109,7 @@ class BesidePrimary:
 
     def _open(self) -> RocksDbTier:
         primary = self._primary
-        reader = RocksDbTier(
+        reader = type(primary)(
             primary.path,
             layout=primary.layout,
             access=self._access,
@@ -234,6 +252,10 @@ TIERS = {
     "rocksdb_secondary": TierCase(lambda p, t: beside_primary(p, t, "secondary"), ROCKS),
     "rocksdb_read_only": TierCase(lambda p, t: beside_primary(p, t, "read_only"), ROCKS),
     "rocksdb_hps": TierCase(lambda p, t: rocksdb(p, t, "hps"), ROCKS, versioned=False),
+    "mapped": TierCase(mapped, ROCKS),
+    "mapped_float16": TierCase(mapped, ROCKS, np.float16),
+    "mapped_secondary": TierCase(lambda p, t: BesidePrimary(mapped(p, t), t, "secondary"), ROCKS),
+    "mapped_read_only": TierCase(lambda p, t: BesidePrimary(mapped(p, t), t, "read_only"), ROCKS),
     "redis": TierCase(redis_tier, REDIS),
     "redis_float16": TierCase(redis_tier, REDIS, np.float16),
     "redis_oldest": TierCase(

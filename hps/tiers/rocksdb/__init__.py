@@ -8,7 +8,7 @@ and ``sst`` (HPS's dumps)."""
 
 from hps.tiers.rocksdb.checkpoint import CheckpointFolder, bootstrap, complete_checkpoints, restore
 from hps.tiers.rocksdb.database_options import Access, RocksDbTuning
-from hps.tiers.rocksdb.load import LoadRecord
+from hps.tiers.rocksdb.load_record import LoadRecord
 from hps.tiers.rocksdb.repair import SalvagedTable, UnreadableRange
 from hps.tiers.rocksdb.rows import ScannedRows
 from hps.tiers.rocksdb.sst import open_sst

@@ -26,7 +26,9 @@ from hps.tiers.rocksdb.database_options import OpenSettings, note_manifest
 from hps.tiers.rocksdb.errors import DamagedFileError, rocksdb_error, translate_rocksdb_error
 from hps.tiers.rocksdb.high_water import HighWaterMarks
 from hps.tiers.rocksdb.layout import RowCodec, family_name
-from hps.tiers.rocksdb.load import LoadRecord, LoadRecords, clean_leftovers
+from hps.tiers.rocksdb.load import LoadRecords, clean_leftovers
+from hps.tiers.rocksdb.load_record import LoadRecord
+from hps.tiers.rocksdb.overlay_record import OverlayRecord, OverlayRecords
 from hps.tiers.rocksdb.tombstones import TombstoneIndex
 from hps.tiers.rocksdb.write_throttle import StoreFigures, WriteThrottle
 from hps.tiers.row_values import Layout
@@ -68,6 +70,7 @@ class RocksDbDatabase:
         self._used = False
         self._opened: DatabaseHandle | None = DatabaseHandle(settings)
         self.records = LoadRecords(lambda: self.db)
+        self.overlays = OverlayRecords(lambda: self.db)
         self.throttle = WriteThrottle(
             lambda: self.db, settings.path, settings.tuning.min_free_bytes
         )
@@ -304,7 +307,7 @@ class RocksDbDatabase:
         with self.lock, self.errors():
             self.require_primary()
             name = family_name(table, self.layout)
-            self.records.remove(name)
+            self.records.remove(name, keep_overlay=True)
             self.db.delete(f"highest:{name}".encode())
             self._families = {t: f for t, f in self._families.items() if f.name != name}
             if name in self.opened.families:
@@ -325,6 +328,10 @@ class RocksDbDatabase:
     def record(self, table: EmbeddingTable) -> LoadRecord | None:
         with self.errors():
             return self.records.get(family_name(table, self.layout))
+
+    def overlay(self, table: EmbeddingTable) -> OverlayRecord | None:
+        with self.errors():
+            return self.overlays.get(family_name(table, self.layout))
 
     def mark_streamed(self, family: TableFamily) -> None:
         if not family.streamed:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from rocksdict import (
 
 from hps.tiers.rocksdb.errors import rocksdb_error
 from hps.tiers.rocksdb.layout import CodeArray, RowCodec
+from hps.tiers.rocksdb.load_record import LoadRecord
+from hps.tiers.rocksdb.overlay_record import overlay_key
 from hps.types import VectorArray
 
 log = logging.getLogger(__name__)
@@ -44,35 +46,6 @@ _SYNC_BYTES = 16 << 20
 _SMALL_BYTES = 256 << 10
 # Rows encoded at a time: few enough to stay in the processor's cache, enough to amortise the call.
 _BLOCK_ROWS = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRecord:
-    """The record of a table's bulk load.
-
-    ``digest``: of the files. ``rows``: expected before the load, actual after it. ``version``: of the
-    rows (see hps.types.make_version). ``loaded_unix``: time of the load. ``stamp``: changes with every
-    write to the files; a killed load is continued only if it is equal and not empty."""
-
-    digest: str
-    rows: int = 0
-    version: int = 0
-    dim: int = 0
-    dtype: str = "float32"
-    loaded_unix: float = 0.0
-    complete: bool = False
-    stamp: str = ""
-
-    @property
-    def bytes(self) -> int:
-        """Approximate bytes of the rows."""
-        return self.rows * self.dim * np.dtype(self.dtype).itemsize
-
-    def started(self) -> LoadRecord:
-        return replace(self, complete=False)
-
-    def finished(self, rows: int) -> LoadRecord:
-        return replace(self, rows=rows, loaded_unix=time.time(), complete=True)
 
 
 class LoadRecords:
@@ -88,13 +61,16 @@ class LoadRecords:
     def put(self, family: str, record: LoadRecord, *, keep_streamed: bool = False) -> None:
         batch = WriteBatch(raw_mode=True)
         batch.put(f"load:{family}".encode(), json.dumps(asdict(record)).encode())
+        batch.delete(overlay_key(family))
         if not keep_streamed:
             self._remove_stream_state(batch, family)
         self._db().write(batch)
 
-    def remove(self, family: str) -> None:
+    def remove(self, family: str, *, keep_overlay: bool = False) -> None:
         batch = WriteBatch(raw_mode=True)
         batch.delete(f"load:{family}".encode())
+        if not keep_overlay:
+            batch.delete(overlay_key(family))
         self._remove_stream_state(batch, family)
         self._db().write(batch)
 

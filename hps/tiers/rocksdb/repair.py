@@ -22,7 +22,8 @@ from rocksdict import IngestExternalFileOptions, Rdict, SstFileWriter
 from hps.tiers.rocksdb.database import RocksDbDatabase, TableFamily
 from hps.tiers.rocksdb.database_options import repair_folder
 from hps.tiers.rocksdb.layout import CodeArray
-from hps.tiers.rocksdb.load import LoadRecord, ingest_folder
+from hps.tiers.rocksdb.load import ingest_folder
+from hps.tiers.rocksdb.load_record import LoadRecord
 from hps.tiers.rocksdb.rows import scan_entries
 from hps.types import EmbeddingTable, KeyArray
 

@@ -206,6 +206,10 @@ class VersionedRows:
                 mask[unsure] &= resident
         return mask
 
+    def _masks(self, family: TableFamily, code: CodeArray) -> NDArray[np.bool_]:
+        """Return a mask of the tombstones that must be kept although they have expired: here, none."""
+        return np.zeros(len(code), bool)
+
     def remove(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Remove rows and tombstones without a trace."""
         with self._database.lock, self._database.errors():
@@ -255,6 +259,7 @@ class VersionedRows:
             code = np.unique(some["code"].astype(np.uint64))
             stored, _ = self.read(family, code)
             over = stored.tombstone_at[stored.tombstone_versions < np.uint64(before)]
+            over = over[~self._masks(family, code[over])]
             self._database.throttle.write(partial(_remove_tombstones, family, code[over], some))
 
 

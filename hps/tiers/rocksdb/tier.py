@@ -26,7 +26,8 @@ from hps.tiers.rocksdb.database import RocksDbDatabase, TableFamily
 from hps.tiers.rocksdb.database_options import Access, OnLostWrites, OpenSettings, RocksDbTuning
 from hps.tiers.rocksdb.errors import NAME
 from hps.tiers.rocksdb.layout import CodeArray
-from hps.tiers.rocksdb.load import BulkLoad, LoadRecord, ingest_folder, loaded_until
+from hps.tiers.rocksdb.load import BulkLoad, ingest_folder, loaded_until
+from hps.tiers.rocksdb.load_record import LoadRecord
 from hps.tiers.rocksdb.positions import RocksDbStreamPositions
 from hps.tiers.rocksdb.repair import TableRepair, UnreadableRange, check_records, unreadable_ranges
 from hps.tiers.rocksdb.rows import ScannedRows, VersionedRows
@@ -75,11 +76,14 @@ class RocksDbTier:
         self.damage = self._database.damage
         """The damaged table files found so far."""
         self._catch_up = SecondaryCatchUp(self._database)
-        self._rows = VersionedRows(self._database, clock)
+        self._rows = self._make_rows(clock)
         self._positions = positions = RocksDbStreamPositions(self._database, self._rows)
         self.applied, self.identify = positions.applied, positions.identify
         self.restart = positions.restart
         self._slice = _MAPPED_SLICE if tuning.mmap_reads else _READ_SLICE
+
+    def _make_rows(self, clock: Callable[[], float]) -> VersionedRows:
+        return VersionedRows(self._database, clock)
 
     @property
     def scratch(self) -> Path:

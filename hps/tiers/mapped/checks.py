@@ -1,0 +1,66 @@
+"""Checksums of mapped files, verified in the background while their tables are served."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from hps.errors import TierError
+from hps.native.mapped_format import BLOCK_BYTES
+from hps.tiers.mapped.tier import MappedTier
+from hps.types import EmbeddingTable
+
+log = logging.getLogger(__name__)
+_BLOCKS = 8
+
+
+class MappedChecks:
+    """Verifies the mapped file of each of ``tables`` once, on a thread, at most ``bytes_per_s``.
+
+    ``tables`` is read again ``every_s`` seconds: more may be served later. Close it before the tier."""
+
+    def __init__(
+        self,
+        tier: MappedTier,
+        tables: Callable[[], Iterable[EmbeddingTable]],
+        bytes_per_s: int,
+        *,
+        every_s: float = 5.0,
+    ) -> None:
+        self._tier, self._tables, self._bytes_per_s = tier, tables, bytes_per_s
+        self._every_s = every_s
+        self._closed = threading.Event()
+        self._done: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="hps-mapped-checks", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._every_s):
+            tables = {table.id: table for table in self._tables()}
+            self._done &= tables.keys()
+            for name, table in tables.items():
+                if name not in self._done and not self._closed.is_set():
+                    self._done.add(name)
+                    self._verify(table)
+
+    def _verify(self, table: EmbeddingTable) -> None:
+        try:
+            mapped = self._tier.mapped(table)
+            blocks = 0 if mapped is None else mapped.file.header.blocks
+            began, damaged = time.monotonic(), 0
+            for first in range(0, blocks, _BLOCKS):
+                damaged += self._tier.check_blocks(table, first, _BLOCKS)
+                allowed = began + (first + _BLOCKS) * BLOCK_BYTES / self._bytes_per_s
+                if self._closed.wait(max(0.0, allowed - time.monotonic())):
+                    return
+            if blocks and not damaged:
+                seconds = time.monotonic() - began
+                log.debug("table %s: mapped file verified in %.1f s", table.id, seconds)
+        except TierError as error:
+            log.warning("table %s: its mapped file was not verified: %s", table.id, error)
