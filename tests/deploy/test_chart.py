@@ -773,3 +773,50 @@ def test_render_rejects_a_missing_model_source() -> None:
     done = helm_template()
     assert "models: none is set; set one of models.volume" in done.stderr
     assert helm_template("--namespace", "other", "--kube-version", "1.28.0").returncode != 0
+
+
+def test_remote_repository_is_downloaded_by_each_pod() -> None:
+    """Lookup nodes keep versions on their volume; credentials are the Secret's entries."""
+    remote = "models.demo=false,models.uri=s3://bucket/models,models.credentialsSecret=s3"
+    done = helm_template("--set", remote, "--set", "networkPolicy.enabled=false")
+    assert done.returncode == 0, done.stderr
+    found = [each for each in yaml.safe_load_all(done.stdout) if each]
+    (configuration,) = [
+        yaml.safe_load(each["data"]["config.yaml"])
+        for each in found
+        if each["kind"] == "ConfigMap" and "config.yaml" in each.get("data", {})
+    ]
+    assert configuration["models"] == {
+        "repository": "s3://bucket/models",
+        "download": {"folder": "/var/lib/hps/models"},
+    }
+    servers = [
+        container
+        for each in found
+        if each["kind"] in ("Deployment", "StatefulSet")
+        for container in each["spec"]["template"]["spec"]["containers"]
+    ]
+    assert {each["name"] for each in servers} >= {"lookup", "frontend"}
+    for server in servers:
+        assert {"secretRef": {"name": "s3"}} in server["envFrom"]
+        folders = [
+            e["value"] for e in server["env"] if e["name"] == "HPS__MODELS__DOWNLOAD__FOLDER"
+        ]
+        assert folders == (["/var/lib/hps/data/models"] if server["name"] == "lookup" else [])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("models.uri=s3://user:secret@bucket/m", "/models/uri"),
+        ("models.uri=s3://bucket/m,models.demo=true", "models.demo and models.uri are set"),
+        (
+            "models.demo=true,models.credentialsSecret=s3",
+            "models.credentialsSecret: needs models.uri",
+        ),
+    ],
+)
+def test_wrong_remote_repository_is_refused(given: str, said: str) -> None:
+    done = helm_template("--set", given)
+    assert done.returncode
+    assert said in done.stderr

@@ -57,7 +57,11 @@ refused, since one of the two would silently not act.
 {{- end -}}
 {{- if $options -}}{{- $_ := set $kafka "options" $options -}}{{- end -}}
 {{- if $values.ingest.enabled -}}{{- $_ := set $kafka "shared_writer" "ingest" -}}{{- end -}}
-{{- $set := dict "models" (dict "repository" "/var/lib/hps/models") "server" $server "auth" $auth "tiers" $tiers -}}
+{{- $models := dict "repository" "/var/lib/hps/models" -}}
+{{- with $values.models.uri -}}
+{{- $models = dict "repository" . "download" (dict "folder" "/var/lib/hps/models") -}}
+{{- end -}}
+{{- $set := dict "models" $models "server" $server "auth" $auth "tiers" $tiers -}}
 {{- if $kafka -}}{{- $_ := set $set "updates" (dict "kafka" $kafka) -}}{{- end -}}
 {{- if eq $values.triton.mode "sidecar" -}}
 {{- $port := ternary 9001 9000 (eq $values.triton.protocol "grpc") -}}
@@ -121,9 +125,13 @@ refused, since one of the two would silently not act.
 {{- if $models.volume -}}{{- $sources = append $sources "models.volume" -}}{{- end -}}
 {{- if $models.fetch.enabled -}}{{- $sources = append $sources "models.fetch" -}}{{- end -}}
 {{- if $models.demo -}}{{- $sources = append $sources "models.demo" -}}{{- end -}}
+{{- if $models.uri -}}{{- $sources = append $sources "models.uri" -}}{{- end -}}
 {{- if ne (len $sources) 1 -}}
 {{- $found := ternary "none is" (printf "%s are" (join " and " $sources)) (empty $sources) -}}
-{{- fail (printf "models: %s set; set one of models.volume (a volume with the model repository), models.fetch.enabled (a container that fetches it) and models.demo=true (the demo's model, to try the chart)" $found) -}}
+{{- fail (printf "models: %s set; set one of models.volume (a volume with the model repository), models.uri (a remote repository), models.fetch.enabled (a container that fetches it) and models.demo=true (the demo's model, to try the chart)" $found) -}}
+{{- end -}}
+{{- if and $models.credentialsSecret (not $models.uri) -}}
+{{- fail "models.credentialsSecret: needs models.uri, whose store takes the credentials" -}}
 {{- end -}}
 {{- if and $models.fetch.enabled (not $models.fetch.image) -}}
 {{- fail "models.fetch.image: name the image of the container that fetches the models" -}}

@@ -244,10 +244,17 @@ lacks it. */}}
   {{- $group := dict "name" "HPS__UPDATES__KAFKA__GROUP" "value" (printf "%s.$(POD_NAME)" .root.Release.Namespace) }}
   {{- $env = concat (list $pod $group) $env }}
   {{- end }}
+  {{- if and $values.models.uri (eq .role "lookup") (not (hasKey $given "HPS__MODELS__DOWNLOAD__FOLDER")) }}
+  {{- $env = append $env (dict "name" "HPS__MODELS__DOWNLOAD__FOLDER" "value" "/var/lib/hps/data/models") }}
+  {{- end }}
   {{- with $env }}
   env: {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with $values.extraEnvFrom }}
+  {{- $envFrom := $values.extraEnvFrom }}
+  {{- with $values.models.credentialsSecret }}
+  {{- $envFrom = append $envFrom (dict "secretRef" (dict "name" .)) }}
+  {{- end }}
+  {{- with $envFrom }}
   envFrom: {{- toYaml . | nindent 4 }}
   {{- end }}
   ports:
