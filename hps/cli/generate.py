@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.model import RepositoryOptions
-from hps.cli.model_import import DEFAULT_REPOSITORY
+from hps.cli.options import DEFAULT_REPOSITORY
 from hps.tools.output import count, print_line
 
 app = CommandApp(no_args_is_help=True, help="Generate models and requests for load tests.")

@@ -49,7 +49,9 @@ COMMANDS = {
     "conformance": CommandEntry(
         ASK, "Check that a server conforms to the Open Inference Protocol."
     ),
-    "model": CommandEntry(CARE, "Import, inspect and verify models of a repository.", group=True),
+    "model": CommandEntry(
+        CARE, "Import, publish, inspect and verify models of a repository.", group=True
+    ),
     "store": CommandEntry(
         CARE, "Inspect and maintain Redis and RocksDB: load, compare, convert.", group=True
     ),

@@ -1,4 +1,4 @@
-"""``hps model``: import, inspect and verify versions of the model repository."""
+"""``hps model``: import, publish, inspect and verify versions of the model repository."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hps.cli.command_options import CommandApp, argument, option
-from hps.cli.model_import import DEFAULT_REPOSITORY, IMPORT_EXAMPLES, import_
-from hps.cli.options import ReportOptions, RepositoryLocation, repository_option
+from hps.cli.model_import import IMPORT_EXAMPLES, import_
+from hps.cli.model_publish import INDEX_EXAMPLES, PUBLISH_EXAMPLES, index, publish
+from hps.cli.options import DEFAULT_REPOSITORY, ReportOptions, RepositoryLocation, repository_option
 from hps.errors import ConfigError, ModelError
 from hps.tools.output import VERDICT_STYLES, count, print_line, print_table, size, warn
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from hps.config.repository_uri import Location
     from hps.models.repository import ModelVersion, Repository
 
-app = CommandApp(no_args_is_help=True, help="Import, inspect and verify models of a repository.")
+app = CommandApp(
+    no_args_is_help=True, help="Import, publish, inspect and verify models of a repository."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,8 @@ class RepositoryOptions:
 
 
 app.command("import", epilog=IMPORT_EXAMPLES)(import_)
+app.command(epilog=PUBLISH_EXAMPLES)(publish)
+app.command(epilog=INDEX_EXAMPLES)(index)
 
 INSPECT_EXAMPLES = """\b
 Examples:

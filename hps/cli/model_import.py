@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hps.cli.command_options import argument, option
-from hps.cli.options import ReportOptions
+from hps.cli.options import DEFAULT_REPOSITORY, ReportOptions, RepositoryLocation, repository_option
 from hps.errors import ConfigError
 from hps.tools.output import plural, print_json, print_line, warn
 
 if TYPE_CHECKING:
     from hps.config import ModelSpec
+    from hps.config.repository_uri import Location, RepositoryUri
     from hps.models.importers import ImportPlan, TableChoice
-
-DEFAULT_REPOSITORY = Path("models")
 
 IMPORT_EXAMPLES = """\b
 Examples:
@@ -49,8 +50,8 @@ class ImportOptions(ReportOptions):
     source: Path = argument()
     """Sources: ps.json, HugeCTR folders, .npz, .parquet, .safetensors, or PyTorch .pt/.pth
     files."""
-    repository: Path = option(DEFAULT_REPOSITORY, "--to", "-r", metavar="DIR")
-    """The model repository to write to."""
+    repository: RepositoryLocation = repository_option(DEFAULT_REPOSITORY, "--to", "-r")
+    """The model repository to write to; a remote one needs space for the version in TMPDIR."""
     name: str | None = option(None, "--name", "-n")
     """The model's name in the repository."""
     version: int | None = option(None, "--version", "-v", min=1)
@@ -85,29 +86,75 @@ class ImportOptions(ReportOptions):
     replace_spec: bool = option(False)
     """Replace an existing model.yaml that differs."""
 
+    @property
+    def folder(self) -> Path:
+        """The local repository to write to; of a remote one, `_import_all` got a temporary one."""
+        assert isinstance(self.repository, Path)
+        return self.repository
+
 
 def import_(options: ImportOptions) -> None:
     """Import tables and a network as a version of the repository."""
+    _check_options(options)
+    if isinstance(options.repository, Path):
+        _import_all(options, None)
+        return
+    if options.replace:
+        raise ConfigError(
+            f"--replace: versions in {options.repository} do not change; import another version number"
+        )
+    with TemporaryDirectory(prefix="hps-import-") as folder:
+        _import_all(replace(options, repository=Path(folder)), options.repository)
+
+
+def _import_all(options: ImportOptions, remote: RepositoryUri | None) -> None:
+    """Import into the folder ``options.repository``, and publish from there to ``remote``, if given."""
     from hps.cli.model_options import choices
+    from hps.cli.model_publish import publish_to
     from hps.models.check import repeated_by_table
     from hps.models.repository import Repository
 
     chosen = choices(options.table, options.keys, options.vectors)
-    _check_options(options)
-    written = [_import(plan, options) for plan in _plans(options, chosen)]
-    repository = Repository(options.repository)
-    repeated = [repeated_by_table(repository.open(each.model, each.version)) for each in written]
+    written = []
+    for plan in _plans(options, chosen):
+        staged = options if remote is None else _staged(plan, options, remote)
+        written.append(_import(plan, staged))
+    repository = Repository(options.folder)
+    opened = [repository.open(each.model, each.version) for each in written]
+    repeated = [repeated_by_table(each) for each in opened]
+    if remote is not None:
+        uris = [publish_to(remote, each, replace_spec=options.replace_spec) for each in opened]
+        written = [each._replace(folder=uri) for each, uri in zip(written, uris, strict=True)]
     if options.as_json:
         print_json([_imported(*entry) for entry in zip(written, repeated, strict=True)])
     else:
         for each, counts in zip(written, repeated, strict=True):
-            _show(each, counts, options.repository)
+            _show(each, counts, remote or options.repository)
+
+
+def _staged(plan: ImportPlan, options: ImportOptions, remote: RepositoryUri) -> ImportOptions:
+    """Options for a folder before publishing: with the remote model.yaml in it, and the next version."""
+    from hps.models.remote.opening import open_writable_store
+    from hps.models.remote.store import FileMissing
+
+    store, model = open_writable_store(remote), _name(plan, options)
+    versions: list[int] = []
+    with suppress(FileMissing):
+        versions = store.versions(model)
+        text = store.read(f"{model}/model.yaml")
+        (options.folder / model).mkdir(parents=True, exist_ok=True)
+        (options.folder / model / "model.yaml").write_bytes(text)
+    return replace(options, version=options.version or max(versions, default=0) + 1)
+
+
+def _name(plan: ImportPlan, options: ImportOptions) -> str:
+    return options.name or (plan.spec.name if plan.spec else plan.source.stem)
 
 
 class _ImportedVersion(NamedTuple):
     model: str
     version: int
-    folder: Path
+    folder: Path | str
     plan: ImportPlan
 
 
@@ -117,11 +164,11 @@ def _import(plan: ImportPlan, options: ImportOptions) -> _ImportedVersion:
     from hps.cli.progress import ConsoleProgress
     from hps.models.importers import ImportSettings, import_model
 
-    model = options.name or (plan.spec.name if plan.spec else plan.source.stem)
+    model = _name(plan, options)
     spec = _spec(plan, model, options)
     check_wiring(spec, options.dense)
     folder = import_model(
-        options.repository,
+        options.folder,
         model,
         plan,
         ImportSettings(
@@ -148,11 +195,11 @@ def _spec(plan: ImportPlan, model: str, options: ImportOptions) -> ModelSpec:
     if options.spec is not None:
         return rename_spec(load_model_spec(options.spec), model)
     is_described = bool(feature_specs or default_vectors)
-    exists = not is_described and (options.repository / model / "model.yaml").is_file()
+    exists = not is_described and (options.folder / model / "model.yaml").is_file()
     network = None
     if options.dense and not exists:
         network = dense_spec(plan, feature_specs, options.dense)
-    return describe(options.repository, model, plan, feature_specs, network, default_vectors)
+    return describe(options.folder, model, plan, feature_specs, network, default_vectors)
 
 
 def _check_options(options: ImportOptions) -> None:
@@ -167,7 +214,7 @@ def _check_options(options: ImportOptions) -> None:
         )
 
 
-def _show(imported: _ImportedVersion, repeated: Mapping[str, int], repository: Path) -> None:
+def _show(imported: _ImportedVersion, repeated: Mapping[str, int], repository: Location) -> None:
     from hps.models.check import repeated_text
 
     version = f"{imported.model}/{imported.version}"

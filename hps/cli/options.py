@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hps.tools.bench.load import LoadRecipe
 
 T = TypeVar("T")
+DEFAULT_REPOSITORY = Path("models")
 
 if TYPE_CHECKING:
     RepositoryLocation = Location

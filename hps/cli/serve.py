@@ -133,10 +133,10 @@ def check_early(configuration: Configuration, role: str) -> None:
         configuration.legacy or models.repository.is_dir()
     ):
         from hps.errors import Unavailable
-        from hps.models.remote import open_repository
+        from hps.models.remote import repository_of
 
         with suppress(Unavailable):  # the start may open a downloaded version
-            open_repository(models.repository, models.download).names()
+            repository_of(models).names()
 
 
 def summary(

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from hps.cli.command_options import argument, option
-from hps.cli.model_import import DEFAULT_REPOSITORY
-from hps.cli.options import RepositoryLocation, repository_option
+from hps.cli.options import DEFAULT_REPOSITORY, RepositoryLocation, repository_option
 from hps.cli.progress import ConsoleProgress
 from hps.cli.updates_kafka import KafkaOptions
 from hps.cli.updates_sources import BLOCK, PublishedRows, from_file, from_versions

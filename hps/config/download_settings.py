@@ -8,6 +8,8 @@ from pydantic import Field
 
 from hps.config.model_schema import StrictModel
 
+PEER_PATTERN = r"^https?://[^/@?#\s]+$"
+
 
 class DownloadSettings(StrictModel):
     """Download of versions from a remote repository into a local cache."""

@@ -9,7 +9,7 @@ from hps.config.checks import Path as KeyPath
 from hps.config.config_errors import ConfigProblem, InvalidConfiguration, validate
 from hps.config.model_schema import ModelSpec
 from hps.config.schema import ModelOverride
-from hps.config.yaml_text import dump_yaml, read_yaml
+from hps.config.yaml_text import dump_yaml, parse_yaml, read_yaml
 from hps.suggestions import hint_for
 
 
@@ -22,6 +22,14 @@ def load_model_spec(path: Path) -> ModelSpec:
 
     data = {} if document.data is None else document.data
     return validate(ModelSpec, data, where, document.faults)
+
+
+def parse_model_spec(text: bytes, name: str) -> ModelSpec:
+    """Parse the contents of a ``model.yaml``; ``name`` is that of the file in errors."""
+    document = parse_yaml(text.decode(errors="replace"), name)
+    data = {} if document.data is None else document.data
+    faults = document.faults
+    return validate(ModelSpec, data, lambda key: place(name, document.lines, key), faults)
 
 
 def dump_model_spec(spec: ModelSpec) -> str:

@@ -42,7 +42,7 @@ class RepositoryUri(str):
         if scheme == "file":
             raise ConfigError(f"{shown}: a local repository is a path; write {parts.path or '/'}")
         _check_secrets(parts, shown)
-        if scheme not in SCHEMES and not has_fsspec():
+        if scheme not in SCHEMES and scheme not in fsspec_schemes():
             hint = did_you_mean(scheme, SCHEMES)
             raise ConfigError(
                 f"{shown}: unknown scheme '{scheme}'{hint}; use one of {', '.join(SCHEMES)}, or install "
@@ -101,11 +101,13 @@ def mask(text: str) -> str:
     return re.sub(r"\?.*", "?********", shown)
 
 
-def has_fsspec() -> bool:
-    """True if fsspec is installed, whose file systems PyArrow can use."""
-    from importlib.util import find_spec
-
-    return find_spec("fsspec") is not None
+def fsspec_schemes() -> list[str]:
+    """Schemes of fsspec's stores, which PyArrow can use; none if it is not installed."""
+    try:
+        from fsspec import available_protocols
+    except ImportError:
+        return []
+    return list(available_protocols())
 
 
 def _check_secrets(parts: SplitResult, shown: str) -> None:

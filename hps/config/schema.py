@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, StringConstraints, field_validator
 from pydantic_core import PydanticCustomError
 
 from hps.config.cache_settings import (
@@ -20,7 +20,7 @@ from hps.config.cache_settings import (
 )
 from hps.config.checks import ConfigFinding, finding
 from hps.config.dense_settings import DenseSettings
-from hps.config.download_settings import DownloadSettings
+from hps.config.download_settings import PEER_PATTERN, DownloadSettings
 from hps.config.lookup_settings import LookupSettings
 from hps.config.model_schema import DenseSpec, MissPolicySpec, Name, StrictModel
 from hps.config.repository_uri import RepositoryUri, parse_location
@@ -75,6 +75,11 @@ class ModelsSettings(StrictModel):
     """Folder of the model repository, or the URI of a remote one, such as `s3://bucket/models`."""
     download: DownloadSettings = DownloadSettings()
     """Download of versions from a remote repository."""
+    peers: list[Annotated[str, StringConstraints(pattern=PEER_PATTERN)]] = []
+    """Admin ports of sibling nodes, as `http://node:8002`, from which versions of a remote repository are
+    downloaded first."""
+    peers_api_key_file: Path | None = None
+    """File with an API key of role admin, sent to `peers`."""
     serve: dict[Name, ModelOverride] | None = None
     """The models to serve, with overrides; null: every model of the repository."""
     control: Literal["admin", "all"] = "admin"

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from hps.config.checks import Path as KeyPath
+from hps.config.download_settings import PEER_PATTERN
 from hps.config.model_schema import NAME_PATTERN
 from hps.config.repository_uri import RepositoryUri
 from hps.config.server_settings import KEY_PATTERN
@@ -235,6 +236,8 @@ def _text_rule(metadata: tuple[Any, ...]) -> str:
         pattern = getattr(rule, "pattern", None)
         if pattern == ADDRESS_PATTERN:
             return " like host:port, without a scheme or a user"
+        if pattern == PEER_PATTERN:
+            return " like http://host:port, without a path or a user"
         if pattern == NAME_PATTERN:
             return " of 1 to 120 of the characters a-z A-Z 0-9 _ -"
         if pattern == KEY_PATTERN:

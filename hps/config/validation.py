@@ -24,6 +24,7 @@ from hps.errors import ConfigError, HpsError
 
 _KAFKAS_FILE = re.compile(r"ssl\.(ca|certificate|key|keystore|crl)\.location")
 _LOOKUPS_KEY = "lookup.api_key_file"
+_PEERS_KEY = "models.peers_api_key_file"
 
 
 @dataclass
@@ -115,7 +116,7 @@ def file_checks(settings: Settings, role: str) -> Iterator[FileCheck]:
     ``role`` is a `server.role`, or ``ingest``. Certificates of ports are not included: they are read
     when the ports open."""
     for setting, path in secret_files(settings).items():
-        read = partial(read_secret, path, setting, api_key=setting == _LOOKUPS_KEY)
+        read = partial(read_secret, path, setting, api_key=setting in (_LOOKUPS_KEY, _PEERS_KEY))
         yield FileCheck(setting, [path], read)
     auth = settings.auth
     if auth.mode == "api_key":
@@ -146,7 +147,7 @@ def secret_files(settings: Settings) -> dict[str, Path]:
     if settings.server.role == "frontend":
         key = settings.lookup.api_key_file
         return {} if key is None else {_LOOKUPS_KEY: key}
-    files: dict[str, Path | None] = {}
+    files: dict[str, Path | None] = {_PEERS_KEY: settings.models.peers_api_key_file}
     if redis is not None:
         files["tiers.redis.password_file"] = redis.password_file
         files["tiers.redis.sentinel_password_file"] = redis.sentinel_password_file

@@ -31,7 +31,7 @@ from hps.lookup.remote import (
     RetryBudget,
 )
 from hps.lookup.remote.version_vote import VersionVote
-from hps.models.remote import open_repository
+from hps.models.remote import repository_of
 from hps.node.model_opening import OpenedModel, open_model
 from hps.node.served_models import OpenModels, ServedModel
 from hps.node.serving_context import make_pipeline, open_dense_pool, open_lookup_pools
@@ -110,7 +110,7 @@ def connect(
     settings = configuration.settings
     if not settings.lookup.nodes:
         raise ConfigError("lookup.nodes is empty; set it to the nodes that answer lookups")
-    open_repository(settings.models.repository, settings.models.download).names()
+    repository_of(settings.models).names()
     with ExitStack() as resources:
         connecting = _ConnectBuilder(settings, picker, resources)
         connecting.wait(wait_s, progress or NoProgress())
@@ -189,7 +189,7 @@ class _ConnectBuilder:
         with ExitStack() as own:
             override = (self._settings.models.serve or {}).get(name)
             models = self._settings.models
-            repository = open_repository(models.repository, models.download)
+            repository = repository_of(models)
             model = open_model(repository.without_rows(name, number, override), self._settings, own)
             candidates = Candidates(model.lookup, self._nodes)
             own.callback(candidates.close)

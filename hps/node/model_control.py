@@ -27,7 +27,7 @@ from itertools import product
 
 from hps.config import Settings
 from hps.errors import HpsError, NotFound, Unavailable, Unsupported
-from hps.models.remote import CancelOn, open_repository
+from hps.models.remote import CancelOn, repository_of
 from hps.models.repository import ModelVersion, check_unchanged
 from hps.node.caches import NodeCaches
 from hps.node.gpu_caches import NodeGpus
@@ -78,7 +78,7 @@ class ModelControl:
         self._attached = attached
         self._closed = threading.Event()
         models, cancel = settings.models, CancelOn(self._closed)
-        self._repository = open_repository(models.repository, models.download, cancel)
+        self._repository = repository_of(models, cancel)
         root = self._repository.root
         self._legacy = {
             m.version.name for m in parts.opened if root not in m.version.folder.parents
@@ -99,6 +99,13 @@ class ModelControl:
     def available(self) -> dict[str, list[int]]:
         """The versions in the repository, by model."""
         return {name: self._repository.versions(name) for name in self._repository.names()}
+
+    def opened_version(self, name: str, version: int) -> ModelVersion:
+        """A served version with its files. Raises ``NotFound``."""
+        for each in [*self._opened]:
+            if (each.version.name, each.version.version) == (name, version):
+                return each.version
+        raise NotFound(f"version {version} of model '{name}' is not served here")
 
     def load(self, name: str, version: int | None = None, progress: Progress | None = None) -> int:
         """Serve ``version`` of a model, by default the configured one, else the highest; returns it.

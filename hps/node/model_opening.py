@@ -19,7 +19,7 @@ from hps.dense.base import DenseModel
 from hps.dense.network_factory import NetworkSpec, check_local_network, open_network
 from hps.errors import ConfigError, HpsError
 from hps.lookup.base import Feature, LookupModel
-from hps.models.remote import open_repository
+from hps.models.remote import repository_of
 from hps.models.repository import SPEC_FILE, ModelVersion, Repository, open_legacy
 from hps.predict.network_inputs import check_wiring, fed_tensors, served_tensors
 from hps.types import EmbeddingTable, Progress
@@ -49,7 +49,7 @@ def version_openers(
     settings = configuration.settings.models
     overrides: Mapping[str, ModelOverride] = settings.serve or {}
     openers: dict[str, Callable[[], ModelVersion]] = {}
-    repository = open_repository(settings.repository, settings.download, progress)
+    repository = repository_of(settings, progress)
     for legacy in configuration.legacy:
         name = legacy.spec.name
         openers[name] = partial(_open_legacy, legacy, overrides.get(name))

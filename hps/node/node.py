@@ -24,6 +24,7 @@ from hps.types import JaggedKeys, LookupRequest, LookupResult
 from hps.updates.cache_writer import CacheWriter
 
 if TYPE_CHECKING:
+    from hps.models.repository import ModelVersion
     from hps.node.gpu_scheduler import NodeScheduler
     from hps.tiers.rocksdb import CheckpointFolder
 
@@ -40,6 +41,8 @@ class ModelController(Protocol):
     def warnings(self) -> Mapping[str, str]: ...
 
     def available(self) -> Mapping[str, Sequence[int]]: ...
+
+    def opened_version(self, name: str, version: int) -> ModelVersion: ...
 
     def load(self, name: str, version: int | None = None) -> int: ...
 

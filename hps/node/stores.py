@@ -16,7 +16,7 @@ from hps.config.store_settings import GuardSettings, RocksDbSettings
 from hps.errors import TierError, Unavailable
 from hps.models.check import check_disjoint_tables
 from hps.models.loader import load_tables, version_of_rows
-from hps.models.remote import open_repository
+from hps.models.remote import repository_of
 from hps.models.tables import TableFiles
 from hps.node.model_opening import OpenedTables
 from hps.node.tier_status import TierStatus
@@ -256,7 +256,7 @@ class NodeStores:
         if (chosen.layout, chosen.access) == ("native", "primary"):
             served = {(each.version.name, each.version.version) for each in self._opened}
             models = self._settings.models
-            repository = open_repository(models.repository, models.download)
+            repository = repository_of(models)
             with suppress(Unavailable):  # of a remote repository
                 if warning := unserved_families(store.families(), served, repository):
                     self.warnings.append(warning)

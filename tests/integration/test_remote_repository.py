@@ -14,11 +14,14 @@ import pytest
 
 from benchmarks.peers.hps_server import start_hps
 from hps.config.model_schema import ModelSpec
+from hps.config.schema import ModelsSettings
+from hps.models.remote import repository_of
 from hps.models.repository import Repository
 from hps.models.version_writer import write_version
 from tests.support.object_store import EXPIRED, object_store
 from tests.support.small_models import LOOKUP, write_models
 from tests.support.waiting import until
+from tests.support.web_repository import web_repository
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +83,10 @@ def test_server_on_an_object_store(s3, tmp_path, workers):
         s3.relay.refusal = EXPIRED
         status, text = load(server, "words", 2)
         assert status == 409
-        assert "models.repository/words: the credentials have expired; renew them" in text
+        assert (
+            "models.repository/words/2/manifest.json: the credentials have expired; renew them"
+            in text
+        )
         assert word(server) == 7.0
         s3.relay.refusal = None
         assert load(server, "words", 2)[0] == 200
@@ -179,3 +185,87 @@ def test_processes_that_start_together_download_once(s3, tmp_path):
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert [process.communicate()[0].strip() for process in processes] == ["50000"] * 3
     assert s3.relay.passed - before < 50_000 * 40 + 200_000
+
+
+KEYS = [
+    {"name": "replicas", "role": "admin", "key": "admin-key-of-replicas"},
+    {"name": "readers", "role": "read", "key": "a-key-of-readers-1"},
+]
+
+
+def fetch_file(server, path, span="bytes=0-99", key=KEYS[0]["key"]):
+    connection = http.client.HTTPConnection(server.admin, timeout=60)
+    headers = {"X-API-Key": key} | ({"Range": span} if span else {})
+    connection.request("GET", f"/v1/models/words/versions/{path}", headers=headers)
+    reply = connection.getresponse()
+    found = reply.status, reply.read()
+    connection.close()
+    return found
+
+
+def test_replica_downloads_from_its_sibling(s3, tmp_path):
+    """All but the manifest and model.yaml comes from the peer; without it, or its key, from the store."""
+    write_words(tmp_path / "source", 1, rows=50_000)
+    uri = s3.upload(tmp_path / "source", "peers")
+    auth = {"mode": "api_key", "keys": KEYS}
+    key = tmp_path / "key"
+    key.write_text(KEYS[0]["key"])
+
+    def start(name, **models):
+        folder = tmp_path / name
+        folder.mkdir()
+        chosen = {"repository": uri, "download": {"folder": str(folder / "cache")}, **models}
+        return start_hps(folder, models=chosen, auth=auth)
+
+    size = 50_000 * 40
+    with start("first") as first:
+        files = first_files(tmp_path / "source/words/1")
+        status, data = fetch_file(first, "1/files/tables/words/key", "bytes=8-23")
+        assert (status, data) == (206, files["tables/words/key"][8:24])
+        for path, span, sent, expected in (
+            ("1/files/manifest.json", "bytes=0-9", KEYS[0]["key"], 206),
+            ("1/files/tables/words/key", None, KEYS[0]["key"], 400),
+            ("1/files/tables/words/key", "bytes=5-2", KEYS[0]["key"], 400),
+            ("1/files/tables/words/key", "bytes=0-999999999", KEYS[0]["key"], 400),
+            ("1/files/../../model.yaml", "bytes=0-9", KEYS[0]["key"], 404),
+            ("1/files/%2e%2e/%2e%2e/model.yaml", "bytes=0-9", KEYS[0]["key"], 404),
+            ("2/files/manifest.json", "bytes=0-9", KEYS[0]["key"], 404),
+            ("1/files/manifest.json", "bytes=0-9", KEYS[1]["key"], 403),
+            ("1/files/manifest.json", "bytes=0-9", "another-key-of-16", 401),
+        ):
+            assert fetch_file(first, path, span, sent)[0] == expected, (path, span)
+        peers = {"peers": ["http://127.0.0.1:1", f"http://{first.admin}"]}
+        before = s3.relay.passed
+        with start("second", **peers, peers_api_key_file=str(key)):
+            assert s3.relay.passed - before < size / 4
+        before = s3.relay.passed
+        with start("third", **peers):
+            assert s3.relay.passed - before > size, "a peer that refuses is skipped"
+    with start("fourth", **peers, peers_api_key_file=str(key)):
+        pass
+    for name in ("second", "third", "fourth"):
+        (folder,) = (tmp_path / name / "cache").glob("s3-*/words/1")
+        assert first_files(folder) == files
+
+
+def first_files(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_peer_that_returns_other_bytes_is_not_trusted(s3, tmp_path):
+    """Its manifest is right, a file is not: the checksum tells, and the store has the right one."""
+    write_words(tmp_path / "source", 1, rows=5_000)
+    uri = s3.upload(tmp_path / "source", "liar")
+    liar = tmp_path / "www/v1/models/words/versions/1/files"
+    (liar / "tables/words").mkdir(parents=True)
+    (liar / "manifest.json").write_bytes((tmp_path / "source/words/1/manifest.json").read_bytes())
+    for name in ("key", "emb_vector"):
+        data = (tmp_path / "source/words/1/tables/words" / name).read_bytes()
+        (liar / "tables/words" / name).write_bytes(data[::-1])
+    models = ModelsSettings.model_validate(
+        {"repository": uri, "download": {"folder": str(tmp_path / "cache")}}
+    )
+    with web_repository(tmp_path / "www") as web:
+        found = repository_of(models.model_copy(update={"peers": [web.url]})).open("words")
+        assert len(web.reads) >= 3
+    assert first_files(found.folder) == first_files(tmp_path / "source/words/1")

@@ -18,6 +18,8 @@ from hps.models.remote.store import store_error
 
 _SPEC_FILE = "model.yaml"
 _VERSION = re.compile(r"[1-9][0-9]{0,17}")
+_WITHOUT_FOLDERS = ("s3", "gs")  # a folder there is a prefix of names
+_REFUSED_HEAD = re.compile(r"(ACCESS_DENIED|HTTP status 40[013]).* HeadObject ")
 _S3_ATTEMPTS = 2  # further ones are the download's
 
 
@@ -28,6 +30,7 @@ class ArrowStore:
         """Opens no connection. Raises ConfigError if the file system is not available."""
         self.uri = uri
         self._fs, self._root = open_filesystem(uri, timeout_s)
+        self._has_folders = uri.scheme not in _WITHOUT_FOLDERS
         self._complete: set[tuple[str, int]] = set()
 
     def models(self) -> list[str]:
@@ -55,6 +58,38 @@ class ArrowStore:
         with self._errors(path):
             return _ArrowFile(self, path, self._fs.open_input_file(self._at(path)))
 
+    def exists(self, path: str) -> bool:
+        with self._errors(path):
+            return bool(self._fs.get_file_info(self._at(path)).is_file)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a small file; object stores show it whole or not at all."""
+        with self.create(path) as file:
+            file.write(data)
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[Any]:
+        """A file opened for writing, complete at the end of the context."""
+        with self._errors(path):
+            if self._has_folders:
+                self._fs.create_dir(self._at(path).rpartition("/")[0], recursive=True)
+            with self._fs.open_output_stream(self._at(path)) as file:
+                yield file
+
+    def delete(self, path: str) -> None:
+        with self._errors(path):
+            self._fs.delete_file(self._at(path))
+
+    def modified(self, folder: str) -> dict[str, float | None]:
+        """The files of a folder, with their times of modification in Unix seconds; None if unknown."""
+        with self._errors(folder):
+            found = self._fs.get_file_info(fs.FileSelector(self._at(folder)))
+        return {
+            info.base_name: None if info.mtime is None else info.mtime.timestamp()
+            for info in found
+            if info.is_file
+        }
+
     def _folders(self, path: str) -> list[str]:
         with self._errors(path):
             found = self._fs.get_file_info(fs.FileSelector(self._at(path)))
@@ -68,7 +103,17 @@ class ArrowStore:
         try:
             yield
         except (OSError, ValueError) as error:  # Arrow's errors are one or the other
-            raise store_error(self.uri, path, error) from None
+            raise store_error(self.uri, path, self._explained(error)) from None
+
+    def _explained(self, error: Exception) -> Exception:
+        """The error of a listing instead of S3's HEAD, whose answer has no reason for a refusal."""
+        if not _REFUSED_HEAD.search(str(error)):
+            return error
+        try:
+            self._fs.get_file_info(fs.FileSelector(self._root))
+        except (OSError, ValueError) as reason:
+            return reason
+        return error
 
 
 class _ArrowFile:

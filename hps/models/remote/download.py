@@ -15,7 +15,8 @@ from hps.models.remote.store import RemoteFile, StoreUnavailable
 
 log = logging.getLogger(__name__)
 
-OpenFile = Callable[[str], RemoteFile]
+OpenFile = Callable[[str, bool], RemoteFile]
+"""Opens a path; the flag says that the file is downloaded for the second time."""
 _POLL_S = 0.2
 
 
@@ -53,7 +54,7 @@ class VersionDownload:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._events: SimpleQueue[int | Exception] = SimpleQueue()
         self._stop = threading.Event()
-        self._readers: dict[str, RemoteFile] = {}
+        self._readers: dict[tuple[str, bool], RemoteFile] = {}
         self._lock = threading.Lock()
 
     def run(self, files: Sequence[PartialFile], advance: Callable[[int], None]) -> None:
@@ -110,7 +111,7 @@ class VersionDownload:
         """Download a chunk; True if it was the file's last one missing."""
         partial = file.partial
         offset, size = partial.range_of(chunk)
-        data = self._read(partial.relative, size, offset)
+        data = self._read((partial.relative, file.repeated), size, offset)
         if len(data) != size:
             raise ModelError(
                 f"{self._where}/{partial.relative}: the manifest says {partial.entry.bytes} bytes, but "
@@ -120,12 +121,12 @@ class VersionDownload:
         self._events.put(size)
         return is_last
 
-    def _read(self, path: str, size: int, offset: int) -> bytes:
+    def _read(self, file: tuple[str, bool], size: int, offset: int) -> bytes:
         """Read a range, with repeated attempts while the store is unavailable."""
         failures = 0
         while True:
             try:
-                return self._reader(path).read_at(size, offset)
+                return self._reader(file).read_at(size, offset)
             except StoreUnavailable as error:
                 failures += 1
                 if failures >= self._limits.attempts or self._stop.is_set():
@@ -134,11 +135,11 @@ class VersionDownload:
                 log.warning("download: retrying in %.1f s: %s", pause_s, error)
                 self._stop.wait(pause_s)
 
-    def _reader(self, path: str) -> RemoteFile:
+    def _reader(self, file: tuple[str, bool]) -> RemoteFile:
         with self._lock:
-            if path not in self._readers:
-                self._readers[path] = self._open_file(path)
-            return self._readers[path]
+            if file not in self._readers:
+                self._readers[file] = self._open_file(*file)
+            return self._readers[file]
 
     def _check(self, file: _FileState) -> None:
         """Compare the checksum; download the file once more if it differs."""

@@ -18,10 +18,11 @@ from hps.config.schema import ModelOverride
 from hps.errors import HpsError, ModelError, NotFound
 from hps.models.manifest import DENSE_FILE, FILE_NAME, FileEntry, Manifest, read_manifest
 from hps.models.remote.cache import DOWNLOAD_PREFIX, DownloadCache, VersionLease, is_whole
-from hps.models.remote.download import DownloadLimits, VersionDownload
+from hps.models.remote.download import DownloadLimits, OpenFile, VersionDownload
 from hps.models.remote.meter import DOWNLOADS
 from hps.models.remote.partial_file import PartialFile, allocated, clear, is_empty
-from hps.models.remote.store import FileMissing, RemoteStore, StoreUnavailable
+from hps.models.remote.peers import PeerAccess, PeerVersion
+from hps.models.remote.store import FileMissing, RemoteFile, RemoteStore, StoreUnavailable
 from hps.models.repository import (
     SPEC_FILE,
     ModelVersion,
@@ -50,12 +51,14 @@ class RemoteRepository(Repository):
         cache: DownloadCache,
         limits: DownloadLimits,
         progress: Progress,
+        peers: PeerAccess | None = None,
     ) -> None:
         super().__init__(cache.root_of(store.uri))
         self._networks = cache.root_of(store.uri, networks_only=True)
         self.location: RepositoryUri = store.uri
         self._store, self._cache, self._limits = store, cache, limits
         self._progress = progress
+        self._peers = peers or PeerAccess()
 
     def names(self) -> list[str]:
         try:
@@ -100,6 +103,14 @@ class RemoteRepository(Repository):
             )
         return spec
 
+    def choose(
+        self, name: str, version: int | None = None, override: ModelOverride | None = None
+    ) -> int:
+        """See `Repository.choose`; a version that is stated needs no listing."""
+        if version is None and override is not None:
+            version = override.version
+        return super().choose(name) if version is None else version
+
     def open(
         self, name: str, version: int | None = None, override: ModelOverride | None = None
     ) -> ModelVersion:
@@ -108,6 +119,9 @@ class RemoteRepository(Repository):
         try:
             number = self.choose(name, version, override)
             lease = self._downloaded(self.root, name, number)
+        except FileMissing:
+            super().choose(name, number)  # raises NotFound
+            raise
         except StoreUnavailable as error:
             number, lease = self._cached(name, version, override, error)
             warning = f"the model repository is unavailable ({error}); opened version {number} from the cache"
@@ -188,7 +202,7 @@ class RemoteRepository(Repository):
             "download: %s/%s/%d, %d bytes, to %s", self.location, name, version, size, self.root
         )
         try:
-            self._fetch(name, version, hidden, files)
+            self._fetch(f"{name}/{version}", hidden, files, self._source(name, version, text))
             fsync_all(hidden)
             (hidden / f"{FILE_NAME}.part").rename(hidden / FILE_NAME)
         except OSError as error:
@@ -214,34 +228,49 @@ class RemoteRepository(Repository):
             )
         return manifest
 
-    def _fetch(self, name: str, version: int, hidden: Path, files: Mapping[str, FileEntry]) -> None:
+    def _fetch(
+        self, key: str, hidden: Path, files: Mapping[str, FileEntry], source: OpenFile
+    ) -> None:
+        """Download what is missing of ``files``; ``key``: ``<model>/<version>``."""
         size = sum(entry.bytes for entry in files.values())
         absent = {path: entry for path, entry in files.items() if not (hidden / path).is_file()}
-        prefix = f"{name}/{version}"
-        with (
-            ExitStack() as opened,
-            self._progress.task(f"download {prefix}", size, "bytes") as step,
-        ):
-            reserved = sum(allocated(hidden / f"{path}.part") for path in absent)
-            needed = sum(entry.bytes for entry in absent.values()) - reserved
-            partials = []
-            with self._cache.reserve(max(0, needed), f"version {version} of model '{name}'"):
-                for path, entry in absent.items():
-                    file = PartialFile(hidden / path, path, entry, self._limits.chunk_bytes)
-                    opened.callback(file.close)
-                    partials.append(file)
+        with ExitStack() as opened, self._progress.task(f"download {key}", size, "bytes") as step:
+            partials = self._reserve(key, hidden, absent, opened)
             missing = sum(file.range_of(i)[1] for file in partials for i in file.missing())
             step(size - missing)
 
             def advance(done: int) -> None:
-                DOWNLOADS.count_bytes(name, done)
+                DOWNLOADS.count_bytes(key.partition("/")[0], done)
                 step(done)
 
-            where = f"{self.location}/{prefix}"
-            download = VersionDownload(
-                where, lambda path: self._store.open(f"{prefix}/{path}"), self._limits
-            )
-            download.run(partials, advance)
+            VersionDownload(f"{self.location}/{key}", source, self._limits).run(partials, advance)
+
+    def _reserve(
+        self, key: str, hidden: Path, files: Mapping[str, FileEntry], opened: ExitStack
+    ) -> list[PartialFile]:
+        """Open the files, which ``opened`` closes, with their sizes reserved in the cache."""
+        there = sum(allocated(hidden / f"{path}.part") for path in files)
+        needed = max(0, sum(entry.bytes for entry in files.values()) - there)
+        partials = []
+        with self._cache.reserve(needed, f"version {key}"):
+            for path, entry in files.items():
+                file = PartialFile(hidden / path, path, entry, self._limits.chunk_bytes)
+                opened.callback(file.close)
+                partials.append(file)
+        return partials
+
+    def _source(self, name: str, version: int, manifest: bytes) -> OpenFile:
+        """Where files come from: peers, which then need the same manifest, else the store."""
+        peers = PeerVersion(self._peers, name, version, manifest)
+
+        def from_store(path: str) -> RemoteFile:
+            return self._store.open(f"{name}/{version}/{path}")
+
+        def open_file(path: str, repeated: bool) -> RemoteFile:
+            # A file that differed is downloaded again from the store alone.
+            return from_store(path) if repeated or not peers else peers.open(path, from_store)
+
+        return open_file
 
     def _disk_error(self, hidden: Path, size: int, error: OSError) -> HpsError:
         """The error for a failure of the local disk; a full one is emptied of this download."""

@@ -104,8 +104,8 @@ def store_error(uri: RepositoryUri, path: str, error: Exception) -> Exception:
         )
     if _DENIED.search(text):
         return ModelError(
-            f"{where}: access denied; allow listing and reading for the credentials in use, or {remedy} "
-            f"({_short(text)})"
+            f"{where}: access denied; allow listing and reading (and writing, to publish) for the "
+            f"credentials in use, or {remedy} ({_short(text)})"
         )
     if _REGION.search(text):
         return ModelError(

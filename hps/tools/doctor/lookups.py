@@ -82,9 +82,9 @@ def _alike(targets: Sequence[LookupNode]) -> Iterator[DoctorCheck]:
 
 def _described(targets: Sequence[LookupNode], settings: Settings) -> Iterator[DoctorCheck]:
     """Check that the repository here has the networks of the versions that nodes serve."""
-    from hps.models.remote import open_repository
+    from hps.models.remote import repository_of
 
-    repository = open_repository(settings.models.repository, settings.models.download)
+    repository = repository_of(settings.models)
     serve = settings.models.serve
     served = {of for each in targets for of, at in each.models.items() if not at.former}
     for model, version in sorted(served):

@@ -26,6 +26,7 @@ from services.frontend.http.profile import profile_route
 from services.frontend.http.rows import row_writes, rows_routes
 from services.frontend.http.shared_memory import shared_memory_routes
 from services.frontend.http.updates import updates_routes
+from services.frontend.http.version_files import version_files_route
 from services.frontend.profiling import MakeWire
 from services.frontend.state import FrontendState
 
@@ -60,6 +61,7 @@ def admin_app(
         api.include_router(row_writes(state, guard))
         api.include_router(updates_routes(state, guard))
         api.include_router(checkpoint_route(state, guard))
+        api.include_router(version_files_route(state, guard))
     return InferApp(state, settings, guard, ErrorBoundary(api))
 
 

@@ -1,0 +1,184 @@
+"""Publish a version to a remote repository: its files in parallel, ``manifest.json`` last.
+
+Object stores do not all have a conditional write, and PyArrow offers none. Publishers of one version
+exclude each other by claims: each writes a claim file, then lists the claims, and withdraws if there is
+another one. Stores list a file as soon as it is written, so at most one continues. A publisher renews its
+claim; the claim of a killed one expires after `CLAIM_S`."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from threading import Event
+
+from hps.config.model_file import parse_model_spec
+from hps.config.model_schema import ModelSpec
+from hps.errors import HpsError, ModelError
+from hps.models.manifest import FILE_NAME, FileEntry, compare_checksum
+from hps.models.remote.arrow_store import ArrowStore
+from hps.models.remote.store import FileMissing
+from hps.models.repository import SPEC_FILE, ModelVersion
+from hps.types import Progress
+
+CLAIM_S = 120.0
+_RENEW_S = 20.0
+_POLL_S = 0.2
+_BLOCK = 4 << 20
+
+
+def publish_remote(
+    version: ModelVersion,
+    store: ArrowStore,
+    progress: Progress,
+    *,
+    parallel: int = 8,
+    replace_spec: bool = False,
+) -> str:
+    """Upload a local version; returns its URI.
+
+    A version that the store has is never replaced. ``replace_spec``: replace a ``model.yaml`` that
+    differs. Raises ModelError, or StoreUnavailable; the version is not visible then."""
+    manifest = version.manifest
+    if manifest is None:
+        raise ModelError(
+            f"{version.folder} has no {FILE_NAME}, which names the files to publish; import the version "
+            "with `hps model import`"
+        )
+    _require_new(store, version)
+    writes_spec = _check_spec(store, version.spec, replace=replace_spec)
+    target = f"{version.name}/{version.version}"
+    with _Claim(store, version).held() as claim:
+        _upload(version, manifest.files(), store, progress, parallel, claim.renew)
+        if writes_spec:
+            store.write(
+                f"{version.name}/{SPEC_FILE}", (version.folder.parent / SPEC_FILE).read_bytes()
+            )
+        claim.require_sole()
+        _require_new(store, version)
+        store.write(f"{target}/{FILE_NAME}", (version.folder / FILE_NAME).read_bytes())
+    return f"{store.uri}/{target}"
+
+
+def _require_new(store: ArrowStore, version: ModelVersion) -> None:
+    if store.exists(f"{version.name}/{version.version}/{FILE_NAME}"):
+        raise ModelError(
+            f"{store.uri} has version {version.version} of model '{version.name}' already; versions do not "
+            "change: publish another version number"
+        )
+
+
+def _check_spec(store: ArrowStore, spec: ModelSpec, *, replace: bool) -> bool:
+    """True if ``model.yaml`` is to be written. Raises ModelError if it differs from the store's."""
+    path = f"{spec.name}/{SPEC_FILE}"
+    try:
+        found = parse_model_spec(store.read(path), f"{store.uri}/{path}")
+    except FileMissing:
+        return True
+    if found == spec:
+        return False
+    if replace:
+        return True
+    raise ModelError(
+        f"{store.uri}/{path} differs from the one of the version to publish; it describes all versions of "
+        "the model: publish under another name, or replace it with --replace-spec"
+    )
+
+
+def _upload(
+    version: ModelVersion,
+    files: dict[str, FileEntry],
+    store: ArrowStore,
+    progress: Progress,
+    parallel: int,
+    renew: Callable[[], None],
+) -> None:
+    title, size = f"upload {version.key}", sum(entry.bytes for entry in files.values())
+    stop, sent = Event(), [0] * len(files)
+    with (
+        progress.task(title, size, "bytes") as step,
+        ThreadPoolExecutor(parallel, "hps-upload") as pool,
+    ):
+        jobs: set[Future[None]] = set()
+        reported = 0
+        try:
+            for i, (path, entry) in enumerate(files.items()):
+                upload = _FileUpload(version, store, stop, sent, i)
+                jobs.add(pool.submit(upload.run, path, entry))
+            while jobs:
+                done, jobs = wait(jobs, _POLL_S, FIRST_EXCEPTION)
+                for job in done:
+                    job.result()
+                renew()
+                total = sum(sent)
+                step(total - reported)
+                reported = total
+        finally:
+            stop.set()
+
+
+class _FileUpload:
+    """The upload of one file, which counts its bytes in ``sent[index]``."""
+
+    def __init__(
+        self, version: ModelVersion, store: ArrowStore, stop: Event, sent: list[int], index: int
+    ) -> None:
+        self._version, self._store, self._stop = version, store, stop
+        self._sent, self._index = sent, index
+
+    def run(self, path: str, entry: FileEntry) -> None:
+        """Upload, and compare what was read with the manifest."""
+        source = self._version.folder / path
+        digest = hashlib.sha256()
+        target = f"{self._version.key}/{path}"
+        with self._store.create(target) as file, source.open("rb") as read:
+            while (block := read.read(_BLOCK)) and not self._stop.is_set():
+                digest.update(block)
+                file.write(block)
+                self._sent[self._index] += len(block)
+        if not self._stop.is_set():
+            compare_checksum(source, entry.checksum, f"sha256:{digest.hexdigest()}")
+
+
+class _Claim:
+    """A publisher's claim to a version; used by one thread."""
+
+    def __init__(self, store: ArrowStore, version: ModelVersion) -> None:
+        self._store, self._version = store, version
+        self._folder = f"{version.name}/.publish-{version.version}"
+        self._name = secrets.token_hex(8)
+        self._renewed = 0.0
+
+    @contextmanager
+    def held(self) -> Iterator[_Claim]:
+        self._write()
+        try:
+            self.require_sole()
+            yield self
+        finally:
+            with suppress(HpsError):
+                self._store.delete(f"{self._folder}/{self._name}")
+
+    def renew(self) -> None:
+        if time.monotonic() - self._renewed > _RENEW_S:
+            self._write()
+
+    def require_sole(self) -> None:
+        """Raise ModelError if another publisher has a claim; ages are by the store's clock."""
+        self._write()
+        claims = self._store.modified(self._folder)
+        now = claims.pop(self._name, None)
+        for name, at in claims.items():
+            if now is None or at is None or now - at < CLAIM_S:
+                raise ModelError(
+                    f"version {self._version.version} of model '{self._version.name}' is being published to "
+                    f"{self._store.uri} by another process; wait for it, or, if it was killed, try again "
+                    f"after {CLAIM_S:g} s (its claim is {self._folder}/{name})"
+                )
+
+    def _write(self) -> None:
+        self._store.write(f"{self._folder}/{self._name}", self._name.encode())
+        self._renewed = time.monotonic()

@@ -1,0 +1,149 @@
+"""Publishing to a remote repository, and publishers that meet."""
+
+import threading
+import time
+
+import pytest
+
+from hps.config.repository_uri import RepositoryUri
+from hps.errors import ConfigError, ModelError
+from hps.models.remote import open_repository
+from hps.models.remote import publish as module
+from hps.models.remote.arrow_store import ArrowStore
+from hps.models.remote.opening import open_writable_store
+from hps.models.remote.publish import publish_remote
+from hps.models.repository import Repository
+from hps.types import NoProgress
+from tests.unit.models.remote.conftest import ROWS
+
+
+@pytest.fixture
+def uri(s3, tmp_path):
+    return RepositoryUri.parse(f"s3://bucket/{tmp_path.name}-published")
+
+
+def version(tmp_path, number=1):
+    return Repository(tmp_path / "models").open("ctr", number)
+
+
+def publish(uri, opened, **settings):
+    return publish_remote(opened, ArrowStore(uri, 5.0), NoProgress(), **settings)
+
+
+def test_published_version_is_opened(uri, s3, make_version, tmp_path):
+    make_version(1, n=ROWS)
+    assert publish(uri, version(tmp_path)) == f"{uri}/ctr/1"
+    repository = open_repository(uri)
+    assert repository.names() == ["ctr"]
+    assert repository.versions("ctr") == [1]
+    names = s3.files(f"{tmp_path.name}-published")
+    assert not [name for name in names if ".publish" in name]
+    for path in ("model.yaml", "1/manifest.json", "1/tables/items/emb_vector"):
+        remote = s3.read(f"{tmp_path.name}-published/ctr/{path}")
+        assert remote == (tmp_path / "models/ctr" / path).read_bytes()
+
+
+def test_manifest_is_written_last(uri, s3, make_version, tmp_path):
+    make_version(1, n=ROWS)
+
+    class Stops(NoProgress):
+        def task(self, title, total, unit="rows"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        publish_remote(version(tmp_path), ArrowStore(uri, 5.0), Stops())
+    assert not [name for name in s3.files(f"{tmp_path.name}-published") if "manifest" in name]
+    publish(uri, version(tmp_path))
+    assert open_repository(uri).versions("ctr") == [1]
+
+
+def test_existing_version_is_refused(uri, make_version, tmp_path):
+    make_version(1)
+    publish(uri, version(tmp_path))
+    with pytest.raises(
+        ModelError, match="has version 1 of model 'ctr' already; versions do not change"
+    ):
+        publish(uri, version(tmp_path))
+
+
+def test_differing_description_is_refused(uri, make_version, make_spec, tmp_path):
+    make_version(1)
+    publish(uri, version(tmp_path))
+    changed = make_spec(users=4, items=8, more=2)
+    make_version(2, spec=changed, replace_spec=True)
+    with pytest.raises(ModelError, match=r"ctr/model.yaml differs .* --replace-spec"):
+        publish(uri, version(tmp_path, 2))
+    publish(uri, version(tmp_path, 2), replace_spec=True)
+    assert open_repository(uri).spec("ctr") == changed
+
+
+def test_damaged_file_is_not_published(uri, make_version, tmp_path):
+    folder = make_version(1)
+    path = folder / "tables/users/emb_vector"
+    data = bytearray(path.read_bytes())
+    data[5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(
+        ModelError, match="users/emb_vector: the contents do not match the manifest"
+    ):
+        publish(uri, version(tmp_path))
+    assert open_repository(uri).names() == []
+
+
+def test_one_of_two_publishers_wins_at_most(uri, make_version, tmp_path):
+    make_version(1, n=ROWS)
+    start, results = threading.Barrier(4), []
+
+    def run():
+        opened = version(tmp_path)
+        start.wait()
+        try:
+            results.append(publish(uri, opened))
+        except ModelError as error:
+            results.append(str(error))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert sum(result == f"{uri}/ctr/1" for result in results) <= 1
+    for result in results:
+        assert result == f"{uri}/ctr/1" or "by another process" in result or "already" in result
+    if f"{uri}/ctr/1" not in results:
+        publish(uri, version(tmp_path))
+    assert open_repository(uri).versions("ctr") == [1]
+
+
+def test_claim_of_a_killed_publisher_expires(uri, s3, make_version, tmp_path, monkeypatch):
+    make_version(1)
+    s3.write(f"{tmp_path.name}-published/ctr/.publish-1/dead", b"")
+    with pytest.raises(ModelError, match=r"is being published to s3://.*by another process"):
+        publish(uri, version(tmp_path))
+    monkeypatch.setattr(module, "CLAIM_S", 1.0)
+    time.sleep(2.1)  # S3's times are in seconds
+    publish(uri, version(tmp_path))
+
+
+def test_store_of_another_kind(make_version, tmp_path):
+    """fsspec's stores, such as its memory: publish, list, open."""
+    make_version(1, n=ROWS)
+    uri = RepositoryUri.parse(f"memory://{tmp_path.name}/models")
+    publish(uri, version(tmp_path))
+    from hps.config.download_settings import DownloadSettings
+
+    repository = open_repository(uri, DownloadSettings(folder=tmp_path / "cache"))
+    assert repository.names() == ["ctr"]
+    opened = repository.open("ctr")
+    assert opened.fingerprint == version(tmp_path).fingerprint
+
+
+def test_store_whose_package_is_missing():
+    with pytest.raises(ConfigError, match=r"fsspec cannot open a store 'oss': .*ossfs"):
+        open_repository(RepositoryUri.parse("oss://bucket/models"))
+
+
+def test_web_server_is_read_only():
+    with pytest.raises(ConfigError, match="repositories on web servers are read-only"):
+        open_writable_store(RepositoryUri.parse("https://host/models"))
