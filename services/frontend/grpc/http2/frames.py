@@ -105,7 +105,7 @@ class PeerSettings:
     def __init__(self) -> None:
         self.initial_window, self.max_frame = DEFAULT_WINDOW, DEFAULT_FRAME_BYTES
         self.has_reduced_table = False
-        """True if header blocks must announce that their table is smaller than by default."""
+        """True if the next header block must announce that its table is smaller than by default."""
 
     def update(self, payload: bytes) -> None:
         """Apply a SETTINGS frame. Raises ``ConnectionFailed``."""

@@ -210,7 +210,7 @@ def _length(size: int) -> bytes:
 # ``:status: 200`` is entry 8 of the static table; ``content-type`` is 31, which takes two bytes.
 ANSWER_HEAD = b"\x88\x0f\x10\x10application/grpc"
 EMPTY_TABLE = b"\x20"
-"""Begins the header blocks for a client that has reduced its table: answers use none (RFC 7541, 4.2)."""
+"""Begins the first header block after a client has reduced its table: answers use none (RFC 7541, 4.2)."""
 TRAILERS_OK = _literal(b"grpc-status", b"0")
 
 

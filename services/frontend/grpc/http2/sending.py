@@ -61,7 +61,7 @@ class FrameSender:
         self._is_paused = self._is_reading_paused = False
         self._corked: list[bytes] | None = None
         self._corked_bytes = 0
-        self._block_prefix = b""
+        self._block_prefix = b""  # begins the next header block
         self.written = 0
         """Number of writes: a sign of progress."""
         self.answers = 0
@@ -221,7 +221,8 @@ class FrameSender:
         return False
 
     def _header_frames(self, stream: Stream, block: bytes, flags: int) -> bytes:
-        return header_frames(stream.id, self._block_prefix + block, flags, self.peer.max_frame)
+        block, self._block_prefix = self._block_prefix + block, b""
+        return header_frames(stream.id, block, flags, self.peer.max_frame)
 
     def forget(self, stream: Stream) -> None:
         """Drop what ``stream`` still has to send."""

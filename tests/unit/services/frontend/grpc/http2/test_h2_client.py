@@ -11,7 +11,9 @@ import h2.events
 import h2.settings
 import pytest
 
-from tests.unit.services.frontend.grpc.http2.conftest import HEAD
+from services.frontend.grpc.http2 import frames
+from services.frontend.grpc.http2.headers import ANSWER_HEAD, EMPTY_TABLE
+from tests.unit.services.frontend.grpc.http2.conftest import HEAD, RawClient
 
 
 class H2Client:
@@ -119,6 +121,20 @@ def test_client_with_a_small_header_table_is_told_that_none_is_used(port):
     for path, status in [("/test/Echo", "0"), ("/test/None", "12"), ("/test/Bidi", "0")]:
         assert client.result(client.call(path, b"1"))[0] == status
     client.socket.close()
+
+
+def test_smaller_table_is_announced_once(port):
+    """Later blocks begin with their fields: answers to such a client need no other path."""
+    client = RawClient(port, settings=struct.pack(">HL", 1, 0))
+    first_bytes = []
+    for stream in (1, 3, 5):
+        client.head(stream)
+        client.message(stream, b"1")
+        _, _, _, block = client.receive_kind(frames.HEADERS)
+        first_bytes.append(block[:1])
+        client.status(stream)
+    assert first_bytes == [EMPTY_TABLE, ANSWER_HEAD[:1], ANSWER_HEAD[:1]]
+    client.close()
 
 
 def test_table_reduced_while_an_answer_waits_is_announced_in_its_trailers(port):
