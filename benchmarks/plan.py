@@ -26,6 +26,7 @@ from benchmarks.gpu_policies import scarab
 from benchmarks.measure import Spread
 from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
 from hps.config.yaml_text import parse_yaml
+from hps.lookup.key_sampling import MAX_KEYS
 from hps.models.repository import Repository
 from hps.models.version_writer import write_version
 from hps.tiers.cpu.cache import Eviction
@@ -35,7 +36,6 @@ from hps.tools.plan.inputs import demands_of, loads_of
 from hps.tools.plan.model import PlannedModel, model_of_repository
 from hps.tools.plan.planner import Goals, Planner
 from hps.tools.plan.report import PlanReport
-from hps.tools.plan.sampling import MAX_KEYS
 from hps.tools.plan.trace import Trace, TraceCollector
 from hps.types import KeyArray
 
@@ -77,7 +77,7 @@ def run(options: Options) -> Report:
 
 def trace_of(model: PlannedModel, keys: KeyArray, max_keys: int = MAX_KEYS) -> Trace:
     collector = TraceCollector(model, max_keys)
-    collector.add({TABLE: (keys, np.arange(len(keys)) // BATCH)})
+    collector.add({TABLE: (keys, np.arange(len(keys)) // BATCH)}, len(keys))
     return collector.trace()
 
 
@@ -128,7 +128,7 @@ def latency(
         answer(node, keys[:half])
         for part in np.array_split(keys[half:].reshape(-1, BATCH), rounds):
             measure = answer(node, part.reshape(-1))
-            predicted = Planner(trace, demands, calibrate(loads_of(model, trace, BATCH))).predict(
+            predicted = Planner(trace, demands, calibrate(loads_of(model, trace))).predict(
                 chosen.rows
             )
             p50, p99 = np.quantile(measure, [0.5, 0.99])

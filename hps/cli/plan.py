@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.options import (
+    OptionalAdminServer,
     ReportOptions,
     RepositoryLocation,
     SetOption,
@@ -35,6 +36,7 @@ Examples:
   hps plan requests.npz --config hps.yaml --hit-rate 0.9
   hps plan keys.parquet --repository models --batch 64 --p99-ms 5
   hps plan keys.npy --table items=258368x32 --batch 1024 --memory 8000000
+  hps plan --server http://127.0.0.1:8002 --seconds 600 --hit-rate 0.95
   hps plan day.csv --table user=1000000x32 --table ad=50000x16 --plot day.svg
 """
 
@@ -100,12 +102,16 @@ class PlannedModelOptions:
     table: list[str] | None = option(None, metavar="NAME=ROWSxDIM")
     """A table, if there are no files yet, such as user=1000000x32 or ad=50000x16:float16; repeatable."""
 
+    @property
+    def is_given(self) -> bool:
+        """One of the descriptions is given."""
+        return sum(each is not None for each in (self.config, self.repository, self.table)) == 1
+
     def open(self) -> PlannedModel:
         """Describe the model. Raises ConfigError, ModelError, NotFound."""
         from hps.tools.plan import model
 
-        given = [self.config, self.repository, self.table]
-        if sum(each is not None for each in given) != 1:
+        if not self.is_given:
             raise ConfigError(
                 "say where the tables are described, by one of --config FILE, --repository DIR, or --table "
                 "NAME=ROWSxDIM for each"
@@ -121,8 +127,13 @@ class PlannedModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(ReportOptions):
-    trace: list[Path] = argument()
+    trace: list[Path] | None = argument(None)
     """Files of keys in the order of the requests: .npz, .parquet, .csv, .tsv, .jsonl, .npy, .trace."""
+    live: OptionalAdminServer
+    seconds: float = option(60.0, min=1.0, max=3600.0)
+    """Seconds for which to record the keys of --server."""
+    save_trace: Path | None = option(None, metavar="FILE")
+    """Write what is recorded of --server to this .npz, a trace."""
     planned: PlannedModelOptions
     batch: int = option(1, min=1)
     """Samples per request, in files that do not say it."""
@@ -136,7 +147,7 @@ class PlanOptions(ReportOptions):
     """Write the measured latencies to this file."""
     no_latency: bool = option(False)
     """Predict no latencies: measures nothing, saves some 8 seconds."""
-    keys: int = option(1 << 18, min=1024)
+    keys: int = option(1 << 18, min=1024, max=1 << 24)
     """Different keys to sample of each table; more are more exact and take more memory."""
     plot: Path | None = option(None, metavar="FILE")
     """Draw the curves into this .svg or (needs Matplotlib) .png."""
@@ -172,21 +183,12 @@ def plan(options: PlanOptions) -> None:
 
 def make_report(options: PlanOptions) -> PlanReport:
     """Read the trace, and choose a cache. Raises ConfigError, BadRequest and others."""
-    from hps.cli.plan_trace import read_trace
-    from hps.cli.progress import ConsoleProgress
     from hps.tools.plan.gpu import gpu_allocation
     from hps.tools.plan.inputs import demands_of
     from hps.tools.plan.planner import Planner
     from hps.tools.plan.report import PlanReport
 
-    model = options.planned.open()
-    trace = read_trace(
-        options.trace,
-        model,
-        batch=options.batch,
-        max_keys=options.keys,
-        progress=ConsoleProgress(),
-    )
+    model, trace = _recorded(options) if options.live.server else _read(options)
     demands = demands_of(model, trace, _evictions(options, model, trace))
     calibration = _calibration(options, model, trace)
     gpu = {}
@@ -203,6 +205,45 @@ def make_report(options: PlanOptions) -> PlanReport:
     chosen = planner.choose()
     current = None if options.planned.config is None else planner.predict(_current(model))
     return PlanReport(model, trace, demands, chosen, gpu, current, calibration)
+
+
+def _read(options: PlanOptions) -> tuple[PlannedModel, Trace]:
+    from hps.cli.plan_trace import read_trace
+    from hps.cli.progress import ConsoleProgress
+
+    if not options.trace:
+        raise ConfigError("give files of keys, or --server URL to record those of a running node")
+    model = options.planned.open()
+    trace = read_trace(
+        options.trace,
+        model,
+        batch=options.batch,
+        max_keys=options.keys,
+        progress=ConsoleProgress(),
+    )
+    return model, trace
+
+
+def _recorded(options: PlanOptions) -> tuple[PlannedModel, Trace]:
+    """Record the keys that a running node is asked for."""
+    from hps.cli.options import open_admin
+    from hps.cli.plan_live import record, trace_of_recording
+    from hps.cli.progress import ConsoleProgress
+    from hps.lookup.key_sampling import MAX_KEYS
+    from hps.tools.plan.model import model_of_status
+
+    if options.trace:
+        raise ConfigError("--server records a trace, so remove the files of keys")
+    with open_admin(options.live.server or "", options.live.credentials) as admin:
+        if options.planned.is_given:
+            model = options.planned.open()
+        else:
+            model = model_of_status(admin.status(), options.planned.model)
+        keys = min(options.keys, MAX_KEYS)
+        packed = record(admin, model.name, options.seconds, keys, ConsoleProgress())
+    if options.save_trace is not None:
+        options.save_trace.write_bytes(packed)
+    return model, trace_of_recording(packed, model)
 
 
 def _evictions(options: PlanOptions, model: PlannedModel, trace: Trace) -> Mapping[str, Eviction]:
@@ -226,7 +267,7 @@ def _calibration(options: PlanOptions, model: PlannedModel, trace: Trace) -> Cal
     if options.calibration is not None:
         return Calibration.load(options.calibration)
     with console(stderr=True).status("measuring lookups on this machine"):
-        measured = calibrate(loads_of(model, trace, options.batch))
+        measured = calibrate(loads_of(model, trace))
     if options.save_calibration is not None:
         measured.save(options.save_calibration)
     return measured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -11,13 +12,17 @@ from typing import Any
 import numpy as np
 
 from hps.cli.column_arrays import keys_of
+from hps.cli.plan_live import read_recording
 from hps.cli.sample_files import INPUTS, open_reader, read
 from hps.errors import BadRequest, ConfigError
+from hps.lookup.key_sampling import TRACE_ENTRY
 from hps.tools.plan.model import PlannedModel
 from hps.tools.plan.trace import Trace, TraceCollector
 from hps.types import IndexArray, KeyArray, Progress
 
 Part = tuple[KeyArray, IndexArray]
+Block = tuple[Mapping[str, Part], int]
+"""Keys and requests by feature or table, and the number of samples."""
 _ROWS = 1 << 16
 _BLOCK_BYTES = 8 << 20
 KINDS = (*INPUTS, ".npz", ".npy", ".trace", ".trace.xz")
@@ -35,20 +40,37 @@ def read_trace(
 
     The requests of an ``.npz`` of `hps generate requests` are taken as they are. Raises ConfigError or
     BadRequest for files that can't be read, and for keys that are not the model's."""
-    collector = TraceCollector(model, max_keys)
-    first = 0
     for path in paths:
         if not path.is_file():
             raise ConfigError(f"there is no file {path}")
+    if recording := _recording(paths, model):
+        return recording
+    collector = TraceCollector(model, max_keys)
+    first = 0
+    for path in paths:
         kind = _kind(path)
         with progress.task(f"reading {path.name}", path.stat().st_size, "bytes") as step:
             reader = _readers(kind)(path, model, collector, batch)
-            for parts in reader:
+            for parts, samples in reader:
                 shifted = {name: (keys, numbers + first) for name, (keys, numbers) in parts.items()}
-                collector.add(shifted)
+                collector.add(shifted, samples)
             step(path.stat().st_size)
         first = collector.requests
     return collector.trace()
+
+
+def _recording(paths: Sequence[Path], model: PlannedModel) -> Trace | None:
+    """Read a recording of a running node; None if ``paths`` are other files."""
+    for path in paths:
+        if _kind(path) != ".npz" or not zipfile.is_zipfile(path):
+            continue
+        with np.load(path) as arrays:
+            if TRACE_ENTRY not in arrays.files:
+                continue
+            if len(paths) > 1:
+                raise ConfigError(f"{path} is a recording of a node, which is planned by alone")
+            return read_recording(arrays, model, str(path))
+    return None
 
 
 def _kind(path: Path) -> str:
@@ -66,7 +88,7 @@ def _readers(kind: str) -> Any:
 
 def _columns(
     path: Path, model: PlannedModel, collector: TraceCollector, batch: int
-) -> Iterator[Mapping[str, Part]]:
+) -> Iterator[Block]:
     """A sample per row; columns are named as features or tables, others are ignored."""
     names = [name for name in _column_names(path) if name in collector.names]
     if not names:
@@ -83,7 +105,7 @@ def _columns(
             lengths = _lengths(found.offsets, found.keys, count)
             parts[name] = found.keys, np.repeat((row + np.arange(count)) // batch, lengths)
         row += count
-        yield parts
+        yield parts, count
 
 
 def _lengths(offsets: IndexArray | None, keys: KeyArray, batch: int) -> IndexArray:
@@ -114,31 +136,32 @@ def _column_names(path: Path) -> list[str]:
 
 def _archive(
     path: Path, model: PlannedModel, collector: TraceCollector, batch: int
-) -> Iterator[Mapping[str, Part]]:
+) -> Iterator[Block]:
     """Requests ``NUMBER/TENSOR``, or an array of keys per feature or table."""
     try:
         with np.load(path) as arrays:
             if all("/" in name for name in arrays.files):
                 yield from _requests(path, arrays, model, collector)
                 return
-            parts = {}
+            parts, count = {}, 0
             for name in arrays.files:
                 collector.check_name(name, str(path))
                 parts[name] = _samples(path, name, arrays[name], batch)
+                count = len(arrays[name])
     except (OSError, ValueError, EOFError) as error:
         raise BadRequest(f"{path}: not an .npz of arrays: {error}") from None
-    yield parts
+    yield parts, count
 
 
 def _requests(
     path: Path, arrays: Any, model: PlannedModel, collector: TraceCollector
-) -> Iterator[Mapping[str, Part]]:
+) -> Iterator[Block]:
     named = [(*name.split("/", 1), name) for name in arrays.files]
     if not all(number.isdecimal() for number, _, _ in named):
         raise BadRequest(f"{path}: arrays must be named NUMBER/TENSOR, or as features or tables")
     named.sort(key=lambda each: int(each[0]))
     for position, (_, tensors) in enumerate(groupby(named, key=lambda each: each[0])):
-        parts = {}
+        parts, batch = {}, 0
         for _, tensor, name in tensors:
             if tensor in model.inputs or tensor.endswith((".offsets", ".weights")):
                 continue
@@ -147,9 +170,10 @@ def _requests(
                     f"{path}: requests by table; write them with hps generate requests --form features"
                 )
             collector.check_name(tensor, str(path))
-            keys = _keys(path, name, arrays[name]).reshape(-1)
+            array = _keys(path, name, arrays[name])
+            keys, batch = array.reshape(-1), max(batch, len(array))
             parts[tensor] = keys, np.full(len(keys), position)
-        yield parts
+        yield parts, batch
 
 
 def _samples(path: Path, name: str, array: Any, batch: int) -> Part:
@@ -171,7 +195,7 @@ def _keys(path: Path, name: str, array: Any) -> KeyArray:
 
 def _bare(
     path: Path, model: PlannedModel, collector: TraceCollector, batch: int
-) -> Iterator[Mapping[str, Part]]:
+) -> Iterator[Block]:
     """Keys alone: NumPy's ``.npy``, or big-endian 64-bit integers as in Caffeine's simulator."""
     name, row = collector.only_name, 0
     if name is None:
@@ -185,7 +209,7 @@ def _bare(
         hotness = keys.shape[1] if keys.ndim == 2 else 1
         numbers = (row + np.arange(len(keys))) // batch
         row += len(keys)
-        yield {name: (keys.reshape(-1), np.repeat(numbers, hotness))}
+        yield {name: (keys.reshape(-1), np.repeat(numbers, hotness))}, len(keys)
 
 
 def _array_blocks(path: Path) -> Iterator[Any]:

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from typing import Any, NamedTuple
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from hps.client.address import Tls, address
 from hps.client.http_messages import Reply, Request, key_headers
@@ -84,6 +84,18 @@ class Admin:
         parameters = {"model": model, "table": table, "limit": limit}
         query = urlencode({name: value for name, value in parameters.items() if value is not None})
         return list(self.ask(f"/v1/hotkeys?{query}")["tables"])
+
+    def record_keys(self, model: str, seconds: float, keys: int) -> None:
+        """Record the keys of the model's lookups for ``seconds``: at most ``keys`` of each table."""
+        self.ask(f"/v1/traces/{quote(model, safe='')}", {"seconds": seconds, "keys": keys})
+
+    def recorded_keys(self, model: str) -> bytes:
+        """What `record_keys` has recorded so far: a file for ``hps plan``."""
+        return self.send(Request("GET", f"/v1/traces/{quote(model, safe='')}", {})).body
+
+    def end_recording(self, model: str) -> None:
+        """End a recording of keys and free its memory."""
+        self.send(Request("DELETE", f"/v1/traces/{quote(model, safe='')}", {}))
 
     def metrics(self) -> list[MetricSample]:
         """The server's metrics: name, labels, value."""

@@ -24,6 +24,7 @@ from hps.lookup.base import (
 from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets
 from hps.lookup.fast_path import FastPath
 from hps.lookup.feature_groups import FeatureGroupCache
+from hps.lookup.key_recorder import KeyRecorder, RequestShape
 from hps.lookup.lookup_job import FullLookupJob, LookupJob, TableKeys, make_table_keys
 from hps.lookup.partial_hits import PartialHit, PartialHitJob
 from hps.observability.meters import LookupMeter
@@ -52,6 +53,8 @@ Promote = Callable[[EmbeddingTable, KeyArray], None]
 class LookupEngine(Lookup):
     """Serves one model. Thread-safe; keeps no state of a request.
 
+    ``recorder``: gets the keys of every lookup, if set.
+
     ``promote`` must not block; ``caches`` and ``stores`` are the two stages of tiers; ``workers`` is one
     pool of threads for both, or one for each.
     """
@@ -76,6 +79,7 @@ class LookupEngine(Lookup):
         # An object, not a bound method: that would refer to this engine, and a retired version is freed
         # only when nothing refers to its engine any more.
         self._groups = FeatureGroupCache(model)
+        self.recorder: KeyRecorder | None = None
         self._fast_path: FastPath | None = None
         if tier := fused_lookup_of(caches):
             self._fast_path = FastPath(model, tier, self._groups, self._meter, INLINE_KEYS)
@@ -88,6 +92,8 @@ class LookupEngine(Lookup):
         return submit_in_span(self.model.name, request, self._submit)
 
     def _submit(self, request: LookupRequest) -> Future[LookupResult]:
+        if self.recorder is not None:
+            self.recorder.add(request)
         prepared = self._fast_path.prepare(request) if self._fast_path else None
         if prepared is None or is_past(request.deadline):
             return self._slow_path(request)
@@ -107,6 +113,7 @@ class LookupEngine(Lookup):
         """See ``Lookup.prepare``."""
         prepared = self._fast_path.prepare(request) if self._fast_path else None
         prepared_request = PreparedRequest(request)
+        shape = RequestShape.of(request)
         from_memory = prepared if prepared is not None and prepared.inline else None
 
         def submit(
@@ -116,6 +123,8 @@ class LookupEngine(Lookup):
             /,
         ) -> Future[LookupResult]:
             found = None
+            if self.recorder is not None:
+                self.recorder.add_flat(shape, keys)
             if from_memory is not None and not is_past(deadline):
                 found = from_memory(keys)
                 if type(found) is LookupResult:

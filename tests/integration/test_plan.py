@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hps.cli.main import app
+from hps.lookup.key_sampling import KeySampler
 from hps.tools.plan.calibration import TableLoad, calibrate
 from hps.tools.plan.curves import TableCurve, simulate
-from hps.tools.plan.sampling import KeySampler
 
 BATCH = 1024
 

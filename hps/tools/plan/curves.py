@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.lookup.key_sampling import TableSample, sampled
 from hps.native import dedup, stack_distances
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu.cache import CpuCache, Eviction
-from hps.tools.plan.sampling import TableSample, sampled
 from hps.types import EmbeddingTable, IndexArray, KeyArray
 
 WARM_UP = 0.125

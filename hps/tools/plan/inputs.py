@@ -28,8 +28,8 @@ def demands_of(
     return demands
 
 
-def loads_of(model: PlannedModel, trace: Trace, samples: int) -> list[TableLoad]:
-    """Describe the typical request of ``trace``, of ``samples`` samples, for a calibration."""
+def loads_of(model: PlannedModel, trace: Trace) -> list[TableLoad]:
+    """Describe the typical request of ``trace``, for a calibration."""
     poolings = {feature.table.name: feature.pooling for feature in model.features.values()}
     return [
         TableLoad(
@@ -38,7 +38,7 @@ def loads_of(model: PlannedModel, trace: Trace, samples: int) -> list[TableLoad]
             model.tables[name].table.dtype.name,
             model.tables[name].rows,
             max(1, round(sample.accesses / trace.requests)),
-            samples,
+            max(1, round(trace.batch)),
             poolings.get(name, "none"),
         )
         for name, sample in trace.samples.items()

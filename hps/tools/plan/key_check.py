@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
+from hps.lookup.key_sampling import TableSample
 from hps.tools.plan.model import PlannedTable
-from hps.tools.plan.sampling import TableSample
 
 _BLOCK = 1 << 20
 # Sampling estimates the number of different keys within a few per cent.

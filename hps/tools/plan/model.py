@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hps.config import Configuration, Settings
 from hps.config.model_schema import NAME_PATTERN
@@ -96,3 +97,18 @@ def _chosen(name: str | None, names: Collection[str]) -> str:
     if not names:
         raise ConfigError("the repository holds no model; make one with `hps model import`")
     return name or next(iter(names))
+
+
+def model_of_status(status: Mapping[str, Any], name: str | None) -> PlannedModel:
+    """A model of a running node, from its ``/v1/status``; keys of its traces are those of tables.
+
+    Raises ConfigError, NotFound."""
+    served = {model["name"]: model for model in status["models"]}
+    found = served[_chosen(name, served)]
+    tables = {}
+    for each in found["tables"]:
+        table = EmbeddingTable.make(
+            each["name"], each["dim"], model=found["name"], dtype=each["dtype"]
+        )
+        tables[table.name] = PlannedTable(table, max(1, *each["rows"].values(), 0))
+    return PlannedModel(found["name"], tables, {})

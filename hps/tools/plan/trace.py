@@ -9,9 +9,9 @@ import numpy as np
 
 from hps.errors import BadRequest
 from hps.lookup.base import features_by_input
+from hps.lookup.key_sampling import MAX_ACCESSES, MAX_KEYS, KeySampler, TableSample
 from hps.suggestions import hint_for
 from hps.tools.plan.model import PlannedModel
-from hps.tools.plan.sampling import MAX_ACCESSES, MAX_KEYS, KeySampler, TableSample
 from hps.types import IndexArray, KeyArray
 
 FEWEST_ACCESSES = 1_000
@@ -22,10 +22,11 @@ _ALL_ACCESSES = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Samples of a trace's accesses by table; ``requests``: the number of its requests."""
+    """Samples of a trace's accesses by table, its number of requests, and their samples on average."""
 
     samples: Mapping[str, TableSample]
     requests: int
+    batch: float = 1.0
 
     @property
     def accesses(self) -> int:
@@ -40,7 +41,7 @@ class TraceCollector:
         self._inputs = features_by_input(model.features)
         most = min(MAX_ACCESSES, max(1 << 16, _ALL_ACCESSES // max(1, len(model.tables))))
         self._samplers = {name: KeySampler(max_keys, most) for name in model.tables}
-        self._requests = 0
+        self._requests = self._samples = 0
 
     @property
     def requests(self) -> int:
@@ -68,11 +69,12 @@ class TraceCollector:
                 f"{where}: model {self._model.name} has no feature or table {name!r}{hint}"
             )
 
-    def add(self, parts: Mapping[str, tuple[KeyArray, IndexArray]]) -> None:
-        """Add the next requests: by feature or table, ``keys (n,)`` and their ``requests (n,)``.
+    def add(self, parts: Mapping[str, tuple[KeyArray, IndexArray]], samples: int) -> None:
+        """Add the next ``samples``: by feature or table, ``keys (n,)`` and their ``requests (n,)``.
 
         Requests are numbered from 0 on; they ascend in each part, and from call to call. Keys of a feature
         are those of requests: its offset is added here."""
+        self._samples += samples
         of_table: dict[str, list[tuple[KeyArray, IndexArray]]] = {}
         for name, (keys, requests) in parts.items():
             if not len(keys):
@@ -89,17 +91,20 @@ class TraceCollector:
     def trace(self) -> Trace:
         """Return the trace. Raises BadRequest if it is empty or too short to plan by."""
         samples = {name: each.sample() for name, each in self._samplers.items()}
-        trace = Trace({n: s for n, s in samples.items() if s.accesses}, self._requests)
-        if not trace.samples:
-            raise BadRequest(
-                "the trace is empty: it has no keys of any table; record some requests"
-            )
-        if trace.accesses < FEWEST_ACCESSES:
-            raise BadRequest(
-                f"the trace has {trace.accesses:,} keys, too few to plan by; record at least "
-                f"{FEWEST_ACCESSES:,}, better several times the rows of a cache"
-            )
-        return trace
+        used = {n: s for n, s in samples.items() if s.accesses}
+        return checked(Trace(used, self._requests, self._samples / max(1, self._requests)))
+
+
+def checked(trace: Trace) -> Trace:
+    """Return ``trace``. Raises BadRequest if it is empty or too short to plan by."""
+    if not trace.samples:
+        raise BadRequest("the trace is empty: it has no keys of any table; record some requests")
+    if trace.accesses < FEWEST_ACCESSES:
+        raise BadRequest(
+            f"the trace has {trace.accesses:,} keys, too few to plan by; record at least "
+            f"{FEWEST_ACCESSES:,}, better several times the rows of a cache"
+        )
+    return trace
 
 
 def _merged(parts: Sequence[tuple[KeyArray, IndexArray]]) -> tuple[KeyArray, IndexArray]:

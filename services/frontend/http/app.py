@@ -19,6 +19,7 @@ from services.frontend.http.checkpoints import checkpoint_route
 from services.frontend.http.docs import add_docs
 from services.frontend.http.head import request_id
 from services.frontend.http.inference_app import InferApp
+from services.frontend.http.key_traces import key_trace_routes
 from services.frontend.http.logging import logging_routes
 from services.frontend.http.oip_routes import health_routes, model_routes, repository_routes
 from services.frontend.http.openapi import document
@@ -62,6 +63,7 @@ def admin_app(
         api.include_router(updates_routes(state, guard))
         api.include_router(checkpoint_route(state, guard))
         api.include_router(version_files_route(state, guard))
+        api.include_router(key_trace_routes(state, guard, settings.workers))
     return InferApp(state, settings, guard, ErrorBoundary(api))
 
 

@@ -147,6 +147,13 @@ SCHEMAS: dict[str, Any] = {
         ["checkpoint", "seconds"], checkpoint=_TEXT, seconds={"type": "number", "minimum": 0}
     ),
     "CheckpointKeep": _object([], keep={"type": "integer", "minimum": 1}),
+    "KeyTrace": _object(
+        ["model", "version", "seconds"],
+        model=_TEXT,
+        version={"type": "integer"},
+        seconds={"type": "number"},
+    ),
+    "KeyTraceStart": _object([], seconds={"type": "number", "exclusiveMinimum": 0}, keys=_COUNT),
     "Nothing": _object([]),
     "Region": _object(["key", "byte_size"], key=_TEXT, offset=_COUNT, byte_size=_COUNT),
     "Regions": _list(

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from hps.lookup.key_sampling import KeySampler
 from hps.tools.plan.curves import TableCurve, simulate
-from hps.tools.plan.sampling import KeySampler
 
 ROWS, ACCESSES, REQUEST = 20_000, 160_000, 64
 WARM_UP = 0.25

@@ -26,7 +26,9 @@ def collected(model, requests=3_000):
     numbers = np.repeat(np.arange(requests), BATCH)
     hot = np.minimum(random.zipf(1.6, len(numbers)) - 1, 9_999)
     collector = TraceCollector(model)
-    collector.add({"hot": (hot, numbers), "flat": (random.integers(0, 10_000, len(hot)), numbers)})
+    collector.add(
+        {"hot": (hot, numbers), "flat": (random.integers(0, 10_000, len(hot)), numbers)}, len(hot)
+    )
     return collector.trace()
 
 
@@ -129,7 +131,7 @@ def test_gpu_cache_fits_its_memory(demands):
 
 
 def test_typical_request_is_that_of_the_trace(model, trace):
-    loads = {load.name: load for load in loads_of(model, trace, BATCH)}
+    loads = {load.name: load for load in loads_of(model, trace)}
     assert (loads["hot"].keys, loads["hot"].hotness, loads["flat"].dim) == (BATCH, 1, 64)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +17,7 @@ MAX_KEYS = 1 << 18
 """Different keys that a sample keeps of a table; a trace with fewer is kept as a whole."""
 MAX_ACCESSES = 1 << 22
 _BLOCK = 1 << 20
+TRACE_ENTRY = ".trace"  # no table has such a name
 # The sample is not thinned below this: hit rates would be guesses.
 _FEWEST_KEYS = 4096
 
@@ -114,3 +118,32 @@ class KeySampler:
     def sample(self) -> TableSample:
         """Return the sample of all accesses so far."""
         return TableSample(*self._joined(), self._accesses, self._rate)
+
+
+def pack_samples(samples: Mapping[str, TableSample], requests: int, batch: float) -> bytes:
+    """Pack the samples of a model's tables as an ``.npz``, a trace that `hps plan` reads.
+
+    ``requests``: their number; ``batch``: samples per request, on average."""
+    arrays: dict[str, Any] = {TRACE_ENTRY: np.array([requests, batch])}
+    for name, sample in samples.items():
+        arrays[f"{name}/keys"], arrays[f"{name}/requests"] = sample.keys, sample.requests
+        arrays[f"{name}/positions"] = sample.positions
+        arrays[f"{name}/about"] = np.array([sample.accesses, sample.rate])
+    packed = BytesIO()
+    np.savez_compressed(packed, **arrays)
+    return packed.getvalue()
+
+
+def unpack_samples(arrays: Any) -> tuple[dict[str, TableSample], int, float]:
+    """Return samples by table, requests and batch from the opened archive of `pack_samples`.
+
+    Raises KeyError or ValueError for any other archive."""
+    requests, batch = arrays[TRACE_ENTRY].tolist()
+    samples = {}
+    for name in (each.removesuffix("/about") for each in arrays.files if each.endswith("/about")):
+        accesses, rate = arrays[f"{name}/about"].tolist()
+        keys, numbers, positions = (
+            arrays[f"{name}/{part}"] for part in ("keys", "requests", "positions")
+        )
+        samples[name] = TableSample(keys, numbers, positions, int(accesses), rate)
+    return samples, int(requests), batch

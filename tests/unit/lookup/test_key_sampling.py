@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hps.tools.plan.sampling import KeySampler
+from hps.lookup.key_sampling import KeySampler
 
 RANDOM = np.random.default_rng(3)
 
