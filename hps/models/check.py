@@ -11,12 +11,15 @@ import numpy as np
 from hps.errors import ModelError
 from hps.models.fused_files import FusedFiles
 from hps.models.manifest import checksum_file, compare_checksum
+from hps.models.mapped_file import MAPPED_FILE
 from hps.models.repository import ModelVersion
 from hps.models.tables import TableFiles
+from hps.native.mapped_format import damaged_blocks, read_header
 from hps.types import Progress
 
 Level = Literal["OK", "WARN", "FAIL"]
 _BLOCK_ROWS = 1 << 16
+_MAPPED_BLOCKS = 64
 # To find repeated keys, this many are sorted at a time, which takes 256 MB.
 _SORTED_KEYS = 16_000_000
 _MIXER = np.uint64(0x9E37_79B9_7F4A_7C15)
@@ -42,6 +45,7 @@ def check_version(version: ModelVersion, progress: Progress) -> Iterator[Version
             f"table {files.name}", "OK", f"rows: {files.rows:,} of dim {files.dim}; sizes fit"
         )
         yield check_files(files, progress)
+        yield from _mapped(version, files, progress)
         yield from _contents(files, progress)
         yield _repeated(files, _key_bits(version, files.name))
     if version.spec.dense is not None:
@@ -62,6 +66,39 @@ def check_files(files: TableFiles, progress: Progress) -> VersionFinding:
         except ModelError as error:
             return VersionFinding(what, "FAIL", str(error))
     return VersionFinding(what, "OK", "as in the manifest")
+
+
+def _mapped(
+    version: ModelVersion, files: TableFiles, progress: Progress
+) -> Iterator[VersionFinding]:
+    """Compare a table's mapped file, if it has one, with its checksums and with the other files."""
+    what, path = f"table {files.name}: mapped file", files.folder / MAPPED_FILE
+    if not path.exists():
+        return
+    (spec,) = (spec for spec in version.spec.tables if spec.name == files.name)
+    try:
+        header = read_header(path)
+        fits = (header.dtype.name, header.key_bits) == (spec.dtype, _key_bits(version, files.name))
+        if not fits or (header.digest, header.dim) != (files.digest, files.dim):
+            text = f"{path} was written for other files and is not used; import the version again"
+            yield VersionFinding(what, "WARN", text)
+            return
+        damaged: list[int] = []
+        with progress.task(f"checking {files.name}, mapped", header.blocks) as step:
+            for block in range(0, header.blocks, _MAPPED_BLOCKS):
+                damaged += damaged_blocks(header, block, _MAPPED_BLOCKS)
+                step(min(_MAPPED_BLOCKS, header.blocks - block))
+    except ModelError as error:
+        yield VersionFinding(what, "FAIL", str(error))
+        return
+    if damaged:
+        text = (
+            f"{path}: {len(damaged)} of {header.blocks} blocks are damaged, the first is {damaged[0]}; "
+            "import the version again"
+        )
+        yield VersionFinding(what, "FAIL", text)
+    else:
+        yield VersionFinding(what, "OK", f"whole; blocks: {header.blocks:,}")
 
 
 def _contents(files: TableFiles, progress: Progress) -> Iterator[VersionFinding]:

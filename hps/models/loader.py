@@ -173,7 +173,7 @@ def map_table(
     except ModelError as error:
         log.warning("table %s: its mapped file is not used: %s", table.id, error)
         return False
-    if header.digest != files.digest or (header.dim, header.dtype) != (table.dim, table.dtype):
+    if not header.is_of(files.digest, table):
         log.warning("table %s: %s is not used: it was made from other files", table.id, path)
         return False
     return store.map(table, path, replace(_record(version, table, files), rows=header.rows))

@@ -183,6 +183,7 @@ class _Writer:
         header["magic"], header["format"] = mapped_format.MAGIC, mapped_format.FORMAT
         dtype = np.dtype(self.options.dtype)
         (header["dtype"],) = (code for code, d in mapped_format.DTYPES.items() if d == dtype)
+        header["key_bits"] = self.options.key_bits
         header["dim"], header["record_bytes"] = self.files.dim, self.record_bytes
         header["rows"], header["seed"] = rows, self.seed
         header["digest"] = self.files.digest.encode()

@@ -22,6 +22,7 @@ from hps.models.manifest import (
     manifest_time,
     write_manifest,
 )
+from hps.models.mapped_file import MAPPED_FILE, MappedOptions, write_mapped
 from hps.models.repository import SPEC_FILE
 from hps.models.staging import (
     clean_leftovers,
@@ -32,7 +33,7 @@ from hps.models.staging import (
     publish_version,
     write_atomically,
 )
-from hps.models.tables import KEY_FILE, VECTOR_FILE
+from hps.models.tables import KEY_FILE, VECTOR_FILE, open_table
 from hps.types import as_keys
 
 Chunk = tuple[Any, Any]
@@ -51,13 +52,15 @@ def write_version(
     watermark: Mapping[str, Mapping[str, int]] | None = None,
     replace: bool = False,
     replace_spec: bool = False,
+    mapped: bool = False,
     progress: Callable[[int], None] = lambda _rows: None,
 ) -> Path:
     """Write one version and return its folder. Raises ModelError.
 
     ``tables``: per table of ``spec`` either ``(keys (n,), vectors (n, dim))`` or an iterable of such
     chunks, which is streamed. ``replace``: an existing version may be replaced. ``replace_spec``: a
-    ``model.yaml`` with other contents may be replaced. ``progress`` gets the rows of each step."""
+    ``model.yaml`` with other contents may be replaced. ``mapped``: write each table's served form, too (see
+    `mapped_file`). ``progress`` gets the rows of each step."""
     model = Path(root) / spec.name
     _check_contents(spec, tables, dense)
     _check_version(model, spec, version, replace=replace, replace_spec=replace_spec)
@@ -76,6 +79,8 @@ def write_version(
             metadata=dict(metadata or {}),
             watermark={topic: dict(offsets) for topic, offsets in (watermark or {}).items()},
         )
+        if mapped:
+            _write_mapped(folder, spec, manifest)
         _finish(folder, manifest)
         publish_version(folder, final, replace=replace or not described)
         write_spec(model, spec)
@@ -150,6 +155,15 @@ def _write_table(
             rows += len(k)
             progress(len(k))
     return TableEntry(rows=rows, dim=spec.dim, key=key_file.entry(), emb_vector=vector_file.entry())
+
+
+def _write_mapped(folder: Path, spec: ModelSpec, manifest: Manifest) -> None:
+    for table in spec.tables:
+        files = open_table(folder / TABLES_FOLDER / table.name, table.name, table.dim, manifest)
+        options = MappedOptions(
+            dtype=np.dtype(table.dtype), key_bits=32 if table.key_dtype == "uint32" else 64
+        )
+        write_mapped(files, files.folder / MAPPED_FILE, options)
 
 
 def _chunks(source: Source) -> Iterator[Chunk]:

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import ModelError
+from hps.types import EmbeddingTable
 
 MAGIC = b"HPS-MAPD"
 FORMAT = 1
@@ -36,13 +37,13 @@ HEADER = np.dtype(
     {
         "names": [
             "magic", "format", "dtype", "dim", "record_bytes", "rows", "seed", "n_parts", "n_buckets",
-            "parts", "pilots", "remap", "checksums", "bytes", "checksums_crc", "digest", "crc",
+            "parts", "pilots", "remap", "checksums", "bytes", "checksums_crc", "key_bits", "digest", "crc",
         ],
         "formats": [
             "S8", "<u4", "<u4", "<u4", "<u4", "<u8", "<u8", "<u4", "<u4",
-            "<u8", "<u8", "<u8", "<u8", "<u8", "<u4", "S64", "<u4",
+            "<u8", "<u8", "<u8", "<u8", "<u8", "<u4", "<u4", "S64", "<u4",
         ],
-        "offsets": [0, 8, 12, 16, 20, 24, 32, 40, 44, 48, 56, 64, 72, 80, 88, 96, HEADER_BYTES - 4],
+        "offsets": [0, 8, 12, 16, 20, 24, 32, 40, 44, 48, 56, 64, 72, 80, 88, 92, 96, HEADER_BYTES - 4],
         "itemsize": HEADER_BYTES,
     }
 )  # fmt: skip
@@ -53,8 +54,9 @@ HEADER = np.dtype(
 class MappedHeader:
     """The checked header of the file at ``path``.
 
-    ``record_bytes``: of a record, key included. ``bytes``: of the file. ``index_bytes``: of parts, pilots and
-    remap. ``blocks``: the number of checksums."""
+    ``record_bytes``: of a record, key included. ``bytes``: of the file. ``key_bits``: 32 if only the low 32
+    bits of the portable files' keys were taken, else 64. ``index_bytes``: of parts, pilots and remap.
+    ``blocks``: the number of checksums."""
 
     path: Path
     rows: int
@@ -63,7 +65,13 @@ class MappedHeader:
     digest: str
     bytes: int
     record_bytes: int
+    key_bits: int
     fields: NDArray[Any]
+
+    def is_of(self, digest: str, table: EmbeddingTable) -> bool:
+        """True if the file was made for ``table`` from the portable files of that digest."""
+        found = self.digest, self.dim, self.dtype, self.key_bits
+        return found == (digest, table.dim, table.dtype, table.key_bits)
 
     @property
     def index_bytes(self) -> int:
@@ -126,6 +134,7 @@ def read_header(path: Path, file: int | None = None) -> MappedHeader:
         fields["digest"].decode("ascii", "replace"),
         size,
         int(fields["record_bytes"]),
+        int(fields["key_bits"]),
         fields,
     )
     _check_sections(header)

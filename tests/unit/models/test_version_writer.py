@@ -11,9 +11,12 @@ import pytest
 from hps.config.model_schema import ModelSpec
 from hps.errors import ModelError
 from hps.models import staging
+from hps.models.check import check_version
 from hps.models.repository import Repository
 from hps.models.staging import clean_leftovers
 from hps.models.version_writer import write_version
+from hps.native.mapped_format import read_header
+from hps.types import NoProgress
 
 
 def test_chunks_are_streamed_to_the_files(tmp_path, make_spec):
@@ -173,3 +176,40 @@ class TestLeftovers:
         make_version(2)
         assert living.exists()
         os.close(handle)
+
+
+def test_mapped_files_are_written_and_verified(tmp_path):
+    spec = ModelSpec.model_validate(
+        {
+            "name": "ctr",
+            "tables": [
+                {"name": "half", "dim": 4, "dtype": "float16", "key_dtype": "uint32"},
+                {"name": "none", "dim": 8},
+            ],
+        }
+    )
+    keys, vectors = np.arange(5000), np.ones((5000, 4), np.float32)
+    tables = {"half": (keys, vectors), "none": (keys[:0], np.empty((0, 8)))}
+    folder = write_version(tmp_path, spec, 1, tables, mapped=True)
+    (half,) = folder.glob("tables/half/mapped")
+    header = read_header(half)
+    assert (header.rows, header.dtype, header.key_bits) == (5000, np.float16, 32)
+
+    def findings():
+        version = Repository(tmp_path).open("ctr", 1)
+        return {f.what: f for f in check_version(version, NoProgress()) if "mapped" in f.what}
+
+    assert {f.level for f in findings().values()} == {"OK"}
+    assert len(findings()) == 2
+    with half.open("r+b") as file:
+        file.seek(9000)
+        file.write(b"damage")
+    damaged = findings()["table half: mapped file"]
+    assert damaged.level == "FAIL"
+    assert "1 of 1 blocks are damaged, the first is 0" in damaged.text
+    half.write_bytes((folder / "tables/none/mapped").read_bytes())
+    assert "was written for other files" in findings()["table half: mapped file"].text
+    half.write_bytes(b"")
+    assert "truncated" in findings()["table half: mapped file"].text
+    half.unlink()
+    assert list(findings()) == ["table none: mapped file"]
