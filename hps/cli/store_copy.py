@@ -98,7 +98,7 @@ def _loaded(
 
 
 def _rate(entry: dict[str, Any]) -> Any:
-    reused = entry["how"] == "reused" or not entry["seconds"]
+    reused = entry["how"] in ("mapped", "reused") or not entry["seconds"]
     return count(None if reused else round(entry["rows"] / entry["seconds"]))
 
 

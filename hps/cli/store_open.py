@@ -151,7 +151,8 @@ def _open_rocksdb(
     configuration: Configuration, resources: ExitStack, *, writing: bool, repair: bool
 ) -> RocksDbRows:
     from hps.rows.tiers import RocksDbRows
-    from hps.tiers.rocksdb import RocksDbTier, RocksDbTuning
+    from hps.tiers.mapped import MappedTier
+    from hps.tiers.rocksdb import RocksDbTuning
     from hps.tiers.rocksdb.database_options import existing_families
 
     chosen = configuration.settings.tiers.rocksdb
@@ -159,8 +160,9 @@ def _open_rocksdb(
         raise NotFound(
             f"there is no database in {chosen.path} (tiers.rocksdb.path); `hps store load` makes it"
         )
-    tier = RocksDbTier(
+    tier = MappedTier(
         chosen.path,
+        maps=configuration.settings.tiers.mapped.enabled,
         layout=chosen.layout,
         access=chosen.access if writing else "read_only",
         tuning=RocksDbTuning(

@@ -24,9 +24,17 @@ _WRITE_AGAIN = "rows written by API calls must be written again"
 def files_of(store: RocksDbRows, table: EmbeddingTable) -> Finding:
     """Check that all rows of a table can be read."""
     from hps.rows.repair import describe_gaps
+    from hps.tiers.mapped import MappedTier
 
     with work():
         gaps = store.tier.gaps(table)
+        damaged = store.tier.check_blocks(table) if isinstance(store.tier, MappedTier) else 0
+    if damaged:
+        text = (
+            f"{damaged} parts of its mapped file are damaged; remove the file and start the node, which then "
+            "loads the table into RocksDB"
+        )
+        return table.id, "table files", "FAIL", text
     if not gaps:
         return table.id, "table files", "OK", "all can be read"
     text = f"{describe_gaps(store.tier, table, gaps)}; stop the node and add --repair"

@@ -25,7 +25,7 @@ from hps.config.lookup_settings import LookupSettings
 from hps.config.model_schema import DenseSpec, MissPolicySpec, Name, StrictModel
 from hps.config.repository_uri import RepositoryUri, parse_location
 from hps.config.server_settings import AuthSettings, ServerSettings
-from hps.config.store_settings import RedisSettings, RocksDbSettings
+from hps.config.store_settings import MappedSettings, RedisSettings, RocksDbSettings
 from hps.config.update_settings import UpdatesSettings
 from hps.errors import ConfigError
 
@@ -108,6 +108,8 @@ class TiersSettings(StrictModel):
     """The cache in GPU memory."""
     cpu_cache: CpuCacheSettings = CpuCacheSettings()
     """The cache in host memory."""
+    mapped: MappedSettings = MappedSettings()
+    """Tables served from files of the model repository."""
     rocksdb: RocksDbSettings = RocksDbSettings()
     """The store on the local disk."""
     redis: RedisSettings | None = None

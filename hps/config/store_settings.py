@@ -28,8 +28,17 @@ class GuardSettings(StrictModel):
     """Concurrent fetches, further ones skip the tier; null: one per lookup thread."""
 
 
+class MappedSettings(StrictModel):
+    """Tables served from the file `mapped` of their version; RocksDB holds what was written since."""
+
+    enabled: bool = True
+    """Map tables that RocksDB does not hold yet; off: load every table into RocksDB."""
+    verify_bytes_per_s: int = Field(256 << 20, ge=0)
+    """Rate at which the files are verified after the start, in the background; 0: not at all."""
+
+
 class RocksDbSettings(StrictModel):
-    """The store on the local disk; it holds every row."""
+    """The store on the local disk; it holds every row that is not in a mapped file."""
 
     enabled: bool = True
     """Off: rows are in `tiers.redis` only, which then must not lose any."""

@@ -156,17 +156,15 @@ def _load(
     return LoadReport(table.name, how, rows, duplicates.count, time.monotonic() - began)
 
 
-def map_table(
-    version: ModelVersion, table: EmbeddingTable, store: RocksDbTier, *, known_only: bool = False
-) -> bool:
+def map_table(version: ModelVersion, table: EmbeddingTable, store: RocksDbTier) -> bool:
     """Serve ``table`` from its mapped file if ``store`` can; return whether it is served so.
 
-    ``known_only``: only if it was before. Raises ModelError as `load_tables`, and TierError."""
+    Raises ModelError as `load_tables`, and TierError."""
     if not isinstance(store, MappedTier) or not store.maps or store.layout != "native":
         return False
     files = version.tables[table.name]
     path = files.folder / MAPPED_FILE
-    if not path.exists() or (known_only and not store.is_mapped(table)):
+    if not path.exists():
         return False
     try:
         header = read_header(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -25,12 +25,15 @@ from hps.tiers.cpu.cache_memory import CacheMemory
 from hps.tiers.cpu.segments import Segments
 from hps.tiers.ranking import HotKeys, MergedRanking
 from hps.types import EmbeddingTable, KeyArray, Progress, Source
+from hps.updates.background_warmup import BackgroundWarmup, FillStep
 from hps.updates.cache_warmup import CacheWarmup, FileRows
 from hps.updates.cache_writer import CacheWriter
 from hps.updates.gpu_promotion import GpuPromotion
 from hps.updates.hot_key_snapshot import HotKeySnapshots, hot_keys_at_start
 
 log = logging.getLogger(__name__)
+# Of mapped tables, filled before the node is ready: within a fraction of a second.
+_FIRST_BYTES = 64 << 20
 
 
 class NodeCaches:
@@ -132,8 +135,13 @@ class NodeCaches:
     # -- before the node is ready ------------------------------------------------------------------
 
     def fill(self, progress: Progress) -> None:
-        """Fill the caches from the hot key snapshot, or else from the start of the files."""
+        """Fill the caches from the hot key snapshot, or else from the start of the files.
+
+        For mapped tables, all but the first ``_FIRST_BYTES`` are filled in the background: their size must
+        not delay the start."""
         warming = CacheWarmup(self._writer, progress)
+        later: list[FillStep] = []
+        first = _FIRST_BYTES
         for model in self._opened:
             for name, table in model.tables.items():
                 files = model.version.tables[name]
@@ -142,12 +150,40 @@ class NodeCaches:
                 rows = min(
                     files.rows, max((self._wanted(c, table) for c in self.statuses), default=0)
                 )
+                first -= rows * table.row_bytes
+                if first < 0 and self._stores.is_mapped(table):
+                    later += self._fill_later(table, files, rows)
+                    continue
                 version = self._stores.version_of_rows(table)
-                hot = self._hot.get(table.id) if rows else None
-                if hot is None or not len(hot[0]) or (version is not None and rows == files.rows):
-                    warming.fill(table, files.keys(0, rows), files.vectors, version)
-                if hot is not None and len(hot[0]):
-                    self._fill_hottest(warming, table, hot[0][:rows])
+                self._fill_table(warming, table, files, rows, version)
+        if later:
+            self._resources.callback(BackgroundWarmup(self._writer, later).close)
+
+    def _fill_later(
+        self, table: EmbeddingTable, files: TableFiles, rows: int
+    ) -> Iterator[FillStep]:
+        """Yield the steps that fill a mapped table: its hot rows are read from the disk first.
+
+        Rows come from the stores, which streams may change meanwhile."""
+        if (hot := self._hot.get(table.id)) is not None:
+            yield lambda _warming: self._stores.populate(table, hot[0])
+        if rows:
+            yield lambda warming: self._fill_table(warming, table, files, rows, None)
+
+    def _fill_table(
+        self,
+        warming: CacheWarmup,
+        table: EmbeddingTable,
+        files: TableFiles,
+        rows: int,
+        version: int | None,
+    ) -> None:
+        """Fill ``rows`` rows of a table; ``version``: see `CacheWarmup.fill`."""
+        hot = self._hot.get(table.id) if rows else None
+        if hot is None or not len(hot[0]) or (version is not None and rows == files.rows):
+            warming.fill(table, files.keys(0, rows), files.vectors, version)
+        if hot is not None and len(hot[0]):
+            self._fill_hottest(warming, table, hot[0][:rows])
 
     def _fill_hottest(self, warming: CacheWarmup, table: EmbeddingTable, keys: KeyArray) -> None:
         warming.hottest(table, keys, self.statuses[0].tier)

@@ -1,6 +1,7 @@
 """Stores of a node: Redis (`hps.node.shared_redis`), then RocksDB, with their guards. Either may be absent.
 
-RocksDB must be available when the node opens. Redis need not be."""
+RocksDB's tables may be in mapped files (`hps.tiers.mapped`). It must be available when the node opens.
+Redis need not be."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ from hps.updates.stream_positions import FedStore
 
 if TYPE_CHECKING:
     from hps.node.shared_redis import SharedRedis
-    from hps.tiers.rocksdb import CheckpointFolder, RocksDbTier
+    from hps.tiers.mapped import MappedTier
+    from hps.tiers.rocksdb import CheckpointFolder
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ class NodeStores:
             for model in opened
             for name, table in model.tables.items()
         }
-        self._rocksdb: RocksDbTier | None = None
+        self._rocksdb: MappedTier | None = None
         self._redis: SharedRedis | None = None
         self.followed: FollowedStore | None = None
         """The store that other processes feed, while this node reads the streams for its caches alone."""
@@ -189,20 +191,28 @@ class NodeStores:
             else FollowedStore(self.tiers[0], self._redis.update_target())
         )
 
-    def _as_store(self, rocksdb: RocksDbTier) -> FedStore:
+    def _as_store(self, rocksdb: MappedTier) -> FedStore:
         return FedStore("rocksdb", rocksdb, self._settings.tiers.rocksdb.layout == "native")
 
     def damage(self) -> str:
         """Known damage of the node's own store, and the remedy; empty if none."""
         rocksdb = self._rocksdb
-        damaged = {} if rocksdb is None else rocksdb.damage.tables()
-        if not damaged:
+        if rocksdb is None or not (damaged := rocksdb.damage.tables()):
             return ""
-        files = ", ".join(f"{file} of table {table}" for file, table in sorted(damaged.items()))
-        return (
-            f"rocksdb: damaged table files: {files}; their rows are answered with the default. Stop the node "
-            "and run `hps store verify --repair`"
-        )
+        mapped = rocksdb.damaged_files()
+        own = {file: table for file, table in damaged.items() if file not in mapped}
+        texts = []
+        if own:
+            texts.append(
+                f"rocksdb: damaged table files: {_listed(own)}; their rows are answered with the default. "
+                "Stop the node and run `hps store verify --repair`"
+            )
+        if mapped:
+            texts.append(
+                f"damaged mapped files: {_listed(mapped)}; their rows are answered with the default. Remove "
+                "them and start the node again, which then loads the tables into RocksDB"
+            )
+        return "; ".join(texts)
 
     def not_ready_reason(self) -> str:
         """`damage`, if it makes the node not ready; else empty."""
@@ -213,6 +223,15 @@ class NodeStores:
         """Call ``changed``, on any thread, when more damage is found."""
         if self._rocksdb is not None:
             self._rocksdb.damage.changed = changed
+
+    def is_mapped(self, table: EmbeddingTable) -> bool:
+        """Return whether a table is served from a mapped file."""
+        return self._rocksdb is not None and self._rocksdb.is_mapped(table)
+
+    def populate(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """Read a mapped table's rows of ``keys (n,)`` into memory."""
+        if self._rocksdb is not None:
+            self._rocksdb.populate(table, table.narrow(keys))
 
     @property
     def promotions_waiting(self) -> Mapping[str, int]:
@@ -233,10 +252,12 @@ class NodeStores:
         return version_of_rows(self._rocksdb, table, self._files[table])
 
     def _open_rocksdb(self, chosen: RocksDbSettings, progress: Progress) -> TierStatus:
-        from hps.tiers.rocksdb import RocksDbTier, RocksDbTuning
+        from hps.tiers.mapped import MappedTier
+        from hps.tiers.rocksdb import RocksDbTuning
 
-        store = self._rocksdb = RocksDbTier(
+        store = self._rocksdb = MappedTier(
             chosen.path,
+            maps=self._settings.tiers.mapped.enabled,
             layout=chosen.layout,
             access=chosen.access,
             tuning=RocksDbTuning(
@@ -253,6 +274,7 @@ class NodeStores:
         guarded = self._guarded(store, chosen.guard, self._settings.tiers.lookup_threads + 2)
         store.open_tables(list(self._files))
         self._load_rocksdb(store, self._opened, progress)
+        self._verify_mapped(store)
         if (chosen.layout, chosen.access) == ("native", "primary"):
             served = {(each.version.name, each.version.version) for each in self._opened}
             models = self._settings.models
@@ -269,7 +291,7 @@ class NodeStores:
         )
 
     def _load_rocksdb(
-        self, store: RocksDbTier, models: Sequence[OpenedTables], progress: Progress
+        self, store: MappedTier, models: Sequence[OpenedTables], progress: Progress
     ) -> None:
         for model in models:
             if self._settings.tiers.rocksdb.load:
@@ -279,6 +301,12 @@ class NodeStores:
                 for name, table in model.tables.items():
                     store.check(table)
                     check_disjoint_tables(model.version.tables[name], table.key_bits)
+
+    def _verify_mapped(self, store: MappedTier) -> None:
+        from hps.tiers.mapped import MappedChecks
+
+        if rate := self._settings.tiers.mapped.verify_bytes_per_s:
+            self._resources.callback(MappedChecks(store, lambda: self.tables, rate).close)
 
     def _open_redis(self) -> SharedRedis:
         from hps.node.shared_redis import SharedRedis
@@ -312,9 +340,13 @@ class NodeStores:
         return guarded
 
 
-def _figures(store: RocksDbTier) -> dict[str, Any]:
-    """Disk space and compactions; empty if the store fails."""
+def _figures(store: MappedTier) -> dict[str, Any]:
+    """Disk space, compactions and mapped tables; empty if the store fails."""
     try:
-        return asdict(store.figures())
+        return {**asdict(store.figures()), **asdict(store.mapped_figures())}
     except TierError:
         return {}
+
+
+def _listed(damaged: Mapping[str, str]) -> str:
+    return ", ".join(f"{file} of table {table}" for file, table in sorted(damaged.items()))

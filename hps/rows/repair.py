@@ -9,6 +9,7 @@ import numpy as np
 from hps.models.external_sort import block_rows
 from hps.models.loader import row_version
 from hps.models.repository import ModelVersion
+from hps.tiers.mapped import MappedTier
 from hps.tiers.rocksdb import RocksDbTier, SalvagedTable, UnreadableRange
 from hps.types import EmbeddingTable, KeyArray, Progress
 
@@ -18,7 +19,8 @@ def repair_table(
 ) -> SalvagedTable | None:
     """Repair a table of ``tier``, which was opened for repair; return None if it is not damaged.
 
-    ``version``: its files replace unreadable rows; if None, unreadable rows are lost. Afterwards the
+    ``version``: its files replace unreadable rows; if None, unreadable rows are lost. Those of a mapped
+    table are answered by its file then. Afterwards the
     table has every readable row, and the files' rows in place of unreadable ones. Its stream positions
     are removed, so streams are read again. Raises TierError or ModelError; another call continues an
     interrupted repair."""
@@ -29,7 +31,8 @@ def repair_table(
         saved = repair.save(_keys(table, version))
         step(1)
     repair.put_back()
-    if version is not None and saved.lost:
+    mapped = isinstance(tier, MappedTier) and tier.is_mapped(table)
+    if version is not None and saved.lost and not mapped:
         files, lost = version.tables[table.name], repair.lost
         stamp = row_version(version, files)
         with progress.task(f"loading {table.name}", files.rows) as step:

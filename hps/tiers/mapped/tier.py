@@ -41,12 +41,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MappedFigures:
-    """Mapped tables: their number, bytes of their files, overridden rows, and files with known damage."""
+    """Mapped tables: their number, the bytes of their files, and the rows that the overlay hides."""
 
     mapped_tables: int
     mapped_bytes: int
     mapped_overridden: int
-    mapped_damaged: int
 
 
 class MappedTier(RocksDbTier):
@@ -59,7 +58,6 @@ class MappedTier(RocksDbTier):
         self.maps = maps
         self._by_table: dict[EmbeddingTable, OverlaidTable | None] = {}
         self._by_name: dict[str, OverlaidTable] = {}
-        self._damaged: dict[str, str] = {}
         super().__init__(path, **options)
 
     def _make_rows(self, clock: Callable[[], float]) -> VersionedRows:
@@ -143,6 +141,16 @@ class MappedTier(RocksDbTier):
         """Return the file and bits of a table that has a mapped file, else None. Raises TierError."""
         return self._overlaid(table)
 
+    def check(self, table: EmbeddingTable) -> None:
+        self._overlaid(table)
+        super().check(table)
+
+    def populate(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """Read the pages of a mapped table's rows of ``keys (n,)`` into memory, many at a time."""
+        mapped = self._overlaid(table)
+        if mapped is not None:
+            mapped.populate(keys)
+
     def loaded(self, table: EmbeddingTable) -> LoadRecord | None:
         overlay = self._database.overlay(table)
         return super().loaded(table) if overlay is None else overlay.load
@@ -173,7 +181,6 @@ class MappedTier(RocksDbTier):
             len(tables),
             sum(each.file.header.bytes for each in tables),
             sum(each.overridden for each in tables),
-            len(self._damaged),
         )
 
     def _overlaid(self, table: EmbeddingTable) -> OverlaidTable | None:
@@ -232,8 +239,9 @@ class MappedTier(RocksDbTier):
     # -- damage -----------------------------------------------------------------------------------
 
     def damaged_files(self) -> dict[str, str]:
-        """Return the reason for each table with a damaged mapped file, by table."""
-        return dict(self._damaged)
+        """Return the table of each damaged mapped file that still exists, by path."""
+        found = self.damage.tables().items()
+        return {file: table for file, table in found if Path(file).is_absolute()}
 
     def check_blocks(self, table: EmbeddingTable, first: int = 0, n: int | None = None) -> int:
         """Verify ``n`` blocks of a table's mapped file from ``first`` on; return the number of bad ones.
@@ -246,24 +254,24 @@ class MappedTier(RocksDbTier):
             damaged = mapped.file.damaged_blocks(first, n)
         except ModelError as error:
             mapped.unreadable = str(error)
-            self._report(table, str(error))
+            self._report(table, mapped, str(error))
             return 1
         if damaged:
             with self._database.lock:
                 for block in damaged:
                     mapped.mark_damaged(block)
-            self._report(table, f"{mapped.file.header.path}: wrong checksum in block {damaged[0]}")
+            self._report(table, mapped, f"wrong checksum in block {damaged[0]}")
         return len(damaged)
 
-    def _report(self, table: EmbeddingTable, reason: str) -> None:
-        with self._database.lock:
-            if table.id in self._damaged:
-                return
-            self._damaged = {**self._damaged, table.id: reason}
+    def _report(self, table: EmbeddingTable, mapped: OverlaidTable, reason: str) -> None:
+        path = mapped.file.header.path
+        if not self.damage.add(path, table.id):
+            return
         log.error(
-            "mapped file of table %s is damaged: %s. Rows in the damaged part are answered by the "
+            "mapped file %s of table %s is damaged: %s. Rows in the damaged part are answered by the "
             "default, and marked degraded. Remove the file and start the node again, which then loads the "
             "table into RocksDB from the model's other files",
+            path,
             table.id,
             reason,
         )
@@ -339,7 +347,7 @@ class MappedTier(RocksDbTier):
             return mapped.fetch(part)
         except RuntimeError as error:
             mapped.unreadable = str(error)
-            self._report(part.table, str(error))
+            self._report(part.table, mapped, str(error))
             return mapped.fetch(part)
 
     def _fetch_overlay_first(self, part: Part, mapped: OverlaidTable) -> bool:

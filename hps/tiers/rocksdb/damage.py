@@ -44,6 +44,14 @@ class DamagedFiles:
         )
         self.changed()
 
+    def add(self, file: Path, table: str) -> bool:
+        """Record a damaged file that is not RocksDB's; return False if it is known."""
+        with self._lock:
+            if str(file) in self._tables:
+                return False
+            self._tables[str(file)] = table
+        return True
+
     def tables(self) -> dict[str, str]:
         """Return the table of each damaged file that still exists, by file name."""
         with self._lock:

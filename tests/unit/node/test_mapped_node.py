@@ -1,0 +1,155 @@
+"""A node whose tables are in mapped files: nothing is copied, updates go to RocksDB, damage is reported."""
+
+import time
+
+import numpy as np
+import pytest
+
+import hps
+from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
+from hps.models.mapped_file import MAPPED_FILE, MappedOptions, write_mapped
+from hps.models.repository import Repository
+from hps.models.version_writer import write_version
+from hps.native.mapped_format import HEADER_BYTES
+from hps.node import caches
+from hps.types import JaggedKeys, LookupRequest
+from tests.support.waiting import until
+
+ROWS = 20_000
+SPEC = ModelSpec(
+    name="m",
+    tables=[TableSpec(name="a", dim=4)],
+    features=[FeatureSpec(name="a", table="a", pooling="none")],
+)
+
+
+def rows_of(keys, version=1):
+    return np.repeat(np.float32(keys)[:, None] * 10 + version, 4, axis=1)
+
+
+def publish(folder, version=1):
+    keys = np.arange(ROWS)
+    path = write_version(folder, SPEC, version, {"a": (keys, rows_of(keys, version))})
+    mapped = path / "tables/a" / MAPPED_FILE
+    if not mapped.exists():
+        files = Repository(folder).open("m", version).tables["a"]
+        write_mapped(files, mapped, MappedOptions(threads=1))
+    return mapped
+
+
+@pytest.fixture
+def models(tmp_path):
+    publish(tmp_path / "models")
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def open_node(tmp_path, models):
+    nodes = []
+
+    def make(**tiers):
+        for node in nodes:
+            node.close()
+        config = {
+            "models": {"repository": str(models)},
+            "tiers": {
+                "cpu_cache": {"warm": False, **tiers.pop("cpu_cache", {})},
+                "rocksdb": {"path": str(tmp_path / "db"), **tiers.pop("rocksdb", {})},
+                **tiers,
+            },
+        }
+        nodes.append(hps.open(config))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.close()
+
+
+def lookup(node, *keys):
+    request = LookupRequest({"a": JaggedKeys.dense(np.array(keys))})
+    return node.model("m").engine.submit(request).result(60)
+
+
+def facts(node):
+    (status,) = (each for each in node.tiers if each.tier.info.name == "rocksdb")
+    return status.describe()
+
+
+def test_rows_are_served_from_the_file(open_node):
+    node = open_node()
+    np.testing.assert_array_equal(lookup(node, 1, 77, 1).vectors["a"], rows_of([1, 77, 1]))
+    assert facts(node)["mapped_tables"] == 1
+    assert facts(node)["table_bytes"] < 10_000
+    (status,) = (each for each in node.tiers if each.tier.info.name == "rocksdb")
+    assert status.rows(node.model("m").tables["a"]) == ROWS
+
+
+def test_writes_survive_a_restart(open_node):
+    for again in range(2):
+        node = open_node()
+        if not again:
+            node.write("m", "a", [5, ROWS + 1], rows_of([5, ROWS + 1], 3))
+            node.write("m", "a", deleted=[6])
+        found = lookup(node, 5, ROWS + 1, 6, 7).vectors["a"]
+        np.testing.assert_array_equal(found[[0, 1, 3]], [*rows_of([5, ROWS + 1], 3), *rows_of([7])])
+        assert not found[2].any()
+        assert facts(node)["mapped_overridden"] == 2
+
+
+def test_setting_off_loads_into_rocksdb_and_keeps_updates(open_node):
+    node = open_node()
+    node.write("m", "a", [5], rows_of([5], 3))
+    node.write("m", "a", deleted=[6])
+    for mapped in ({"enabled": False}, {}):
+        node = open_node(mapped=mapped)
+        found = lookup(node, 5, 6, 7).vectors["a"]
+        np.testing.assert_array_equal(found[[0, 2]], [*rows_of([5], 3), *rows_of([7])])
+        assert not found[1].any()
+        assert facts(node)["mapped_tables"] == 0
+
+
+def test_damage_found_in_the_background_is_reported(open_node, models, monkeypatch):
+    path = models / "m/1/tables/a" / MAPPED_FILE
+    with path.open("r+b") as file:
+        file.seek(HEADER_BYTES + 40)
+        file.write(b"\1\2\3\4")
+    node = open_node(rocksdb={"on_corruption": "not_ready"})
+    until(node.damage)
+    assert f"damaged mapped files: {path} of table m/1/a" in node.damage()
+    assert "start the node again" in node.not_ready_reason()
+    result = lookup(node, *range(2000))
+    assert result.degraded == ("rocksdb",)
+    assert facts(node)["damaged_files"] == 1
+    path.unlink()
+    node = open_node()
+    assert not node.damage()
+    np.testing.assert_array_equal(lookup(node, *range(99)).vectors["a"], rows_of(range(99)))
+
+
+@pytest.mark.parametrize("hot", [False, True])
+def test_cache_is_filled_in_the_background(open_node, tmp_path, monkeypatch, hot):
+    monkeypatch.setattr(caches, "_FIRST_BYTES", 0)
+    cpu = {"warm": True, "snapshot": {"path": str(tmp_path / "hot")}, "capacity_bytes": 1 << 20}
+    node = open_node(cpu_cache=cpu)
+    cached, table = node.tiers[0], node.model("m").tables["a"]
+    until(lambda: cached.rows(table) > 5000)
+    if hot:
+        node.write("m", "a", [5], rows_of([5], 3))
+        node = open_node(cpu_cache=cpu)
+        cached, table = node.tiers[0], node.model("m").tables["a"]
+        until(lambda: cached.rows(table) > 5000)
+    found = lookup(node, 5, 7).vectors["a"]
+    np.testing.assert_array_equal(found, [*rows_of([5], 3 if hot else 1), *rows_of([7])])
+    begun = time.monotonic()
+    node.close()
+    assert time.monotonic() - begun < 10
+
+
+def test_a_version_is_loaded_while_the_node_serves(open_node, models):
+    node = open_node()
+    publish(models, 2)
+    assert node.control.load("m") == 2
+    np.testing.assert_array_equal(lookup(node, 5).vectors["a"], rows_of([5], 2))
+    assert facts(node)["mapped_tables"] in (1, 2)
+    until(lambda: facts(node)["mapped_tables"] == 1)
