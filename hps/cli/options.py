@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from hps.cli.command_options import option
+from hps.cli.command_options import argument, option
 from hps.errors import ConfigError
 from hps.tools.output import print_json, warn
 
@@ -40,6 +40,11 @@ else:
 def repository_option(default: Any, *flags: str) -> Any:
     """An option that takes the folder of a model repository, or the URI of a remote one."""
     return option(default, *flags, metavar="DIR|URI", parser=_parse_location)
+
+
+def location_argument(default: Any) -> Any:
+    """An argument that takes a file, or the URI of one in a store."""
+    return argument(default, metavar="FILE|URI", parser=_parse_location)
 
 
 def _parse_location(value: object) -> Location:

@@ -41,9 +41,14 @@ def predict(options: PredictOptions) -> None:
     _check_options(options)
     from hps.cli.predict_file import score_file
     from hps.cli.predict_targets import open_target
+    from hps.cli.progress import ConsoleProgress
+    from hps.models.remote.single_file import downloaded_file
 
     with open_target(options.server, options.local, options.credentials) as target:
-        if options.file is not None:
+        if isinstance(options.file, str):
+            with downloaded_file(options.file, ConsoleProgress()) as file:
+                score_file(target, options, file)
+        elif options.file is not None:
             score_file(target, options, options.file)
         else:
             _one(target, options)

@@ -7,7 +7,14 @@ from enum import StrEnum
 from pathlib import Path
 
 from hps.cli.command_options import argument, option
-from hps.cli.options import HTTP, Credentials, LocalNode, ReportOptions
+from hps.cli.options import (
+    HTTP,
+    Credentials,
+    LocalNode,
+    ReportOptions,
+    RepositoryLocation,
+    location_argument,
+)
 
 
 class EmptyCells(StrEnum):
@@ -21,8 +28,9 @@ class EmptyCells(StrEnum):
 class PredictOptions(ReportOptions):
     model: str = argument()
     """The model to score with."""
-    file: Path | None = argument(None)
-    """File of samples to score: *.parquet, *.csv, *.tsv or *.jsonl."""
+    file: RepositoryLocation | None = location_argument(None)
+    """File of samples to score: *.parquet, *.csv, *.tsv or *.jsonl; or its URI, such as
+    s3://bucket/day.parquet."""
     out: Path | None = option(None)
     """File to write the scores to: *.parquet, *.csv, *.jsonl or *.npz."""
     json_text: str | None = option(None, "--json")

@@ -102,6 +102,31 @@ def test_server_on_an_object_store(s3, tmp_path, workers):
     assert not [*(tmp_path / "cache").rglob("*.part")]
 
 
+def test_predictions_for_a_file_in_a_store(s3, tmp_path):
+    write_models(tmp_path / "models")
+    samples = [{"user": k, "item": k, "history": [k, 1], "dense": [0.1, 0.2, k]} for k in range(40)]
+    lines = "".join(json.dumps(sample) + "\n" for sample in samples)
+    (tmp_path / "day.jsonl").write_text(lines)
+    s3.write("inputs/day.jsonl", lines.encode())
+    with start_hps(tmp_path) as server:
+
+        def predict(file):
+            command = [sys.executable, "-m", "hps.cli.main", "predict", "clicks", file]
+            command += ["--server", f"http://{server.address}"]
+            return subprocess.run(command, capture_output=True, text=True)
+
+        local, remote = (
+            predict(str(tmp_path / "day.jsonl")),
+            predict("s3://bucket/inputs/day.jsonl"),
+        )
+        assert local.returncode == 0, local.stderr
+        assert len(local.stdout.splitlines()) == 40
+        assert remote.stdout == local.stdout
+        missing = predict("s3://bucket/inputs/none.jsonl")
+        assert missing.returncode
+        assert "s3://bucket/inputs/none.jsonl does not exist" in missing.stderr
+
+
 def test_front_end_downloads_networks_alone(s3, tmp_path):
     write_models(tmp_path / "models")
     uri = s3.upload(tmp_path / "models", "split")

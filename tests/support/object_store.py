@@ -21,14 +21,16 @@ class FaultyRelay:
     """A port that forwards to another one.
 
     ``cut_after``: bytes of answers after which a connection is closed, for as many connections as
-    ``cuts``. ``budget``: bytes of answers after which all connections are closed. ``bytes_per_s``: of
-    all connections. ``refusal``: code and message of the S3 error that answers each request."""
+    ``cuts``; with ``stall_after`` it passes nothing more instead. ``budget``: bytes of answers after which
+    all connections are closed. ``bytes_per_s``: of all connections. ``refusal``: code and message of the S3
+    error that answers each request."""
 
     def __init__(self, port: int) -> None:
         self._to = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.cut_after: int | None = None
+        self.stall_after: int | None = None
         self.cuts = 0
         self.budget: int | None = None
         self.bytes_per_s: float | None = None
@@ -91,6 +93,12 @@ class FaultyRelay:
                 if self.cut_after is not None and sent > self.cut_after and self.cuts:
                     self.cuts -= 1
                     return
+                stalls = self.stall_after is not None and sent > self.stall_after and self.cuts > 0
+                self.cuts -= stalls
+            if stalls:
+                client.settimeout(60)
+                client.recv(1)  # until the client closes it
+                return
             client.sendall(data)
 
 

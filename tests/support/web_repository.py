@@ -43,6 +43,9 @@ class WebRepository:
 class _Handler(BaseHTTPRequestHandler):
     web: WebRepository
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         web = self.web
         web.reads.append(self.path)
@@ -71,7 +74,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command == "GET":
+            self.wfile.write(body)
 
     def log_message(self, *_args: Any) -> None:
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,6 +57,11 @@ class ArrowStore:
     def open(self, path: str) -> _ArrowFile:
         with self._errors(path):
             return _ArrowFile(self, path, self._fs.open_input_file(self._at(path)))
+
+    def sizes(self, paths: Sequence[str]) -> list[int | None]:
+        with self._errors(""):
+            found = self._fs.get_file_info([self._at(path) for path in paths])
+        return [info.size if info.is_file else None for info in found]
 
     def exists(self, path: str) -> bool:
         with self._errors(path):

@@ -144,7 +144,8 @@ class VersionDownload:
     def _check(self, file: _FileState) -> None:
         """Compare the checksum; download the file once more if it differs."""
         partial = file.partial
-        found, expected = partial.checksum(), partial.entry.checksum
+        expected = partial.entry.checksum
+        found = None if expected is None else partial.checksum()
         if found == expected:
             partial.finish()
             self._events.put(-1)

@@ -10,17 +10,26 @@ import os
 import shutil
 import struct
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
-from hps.models.manifest import FileEntry, checksum_file
+from hps.models.manifest import checksum_file
 
 _ENTRY = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEntry:
+    """Size of a file, and its checksum; None if the manifest does not have the file."""
+
+    bytes: int
+    checksum: str | None
 
 
 class PartialFile:
     """``<path>.part`` and ``<path>.progress`` until the file is complete. Thread-safe."""
 
-    def __init__(self, path: Path, relative: str, entry: FileEntry, chunk_bytes: int) -> None:
+    def __init__(self, path: Path, relative: str, entry: RemoteEntry, chunk_bytes: int) -> None:
         """Opens or creates the files, with their final size reserved on the disk. Raises OSError."""
         self.path, self.relative, self.entry = path, relative, entry
         self._chunk_bytes = chunk_bytes

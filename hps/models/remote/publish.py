@@ -18,8 +18,10 @@ from threading import Event
 from hps.config.model_file import parse_model_spec
 from hps.config.model_schema import ModelSpec
 from hps.errors import HpsError, ModelError
-from hps.models.manifest import FILE_NAME, FileEntry, compare_checksum
+from hps.models.manifest import FILE_NAME, Manifest, compare_checksum
 from hps.models.remote.arrow_store import ArrowStore
+from hps.models.remote.mapped_tables import mapped_paths
+from hps.models.remote.partial_file import RemoteEntry
 from hps.models.remote.store import FileMissing
 from hps.models.repository import SPEC_FILE, ModelVersion
 from hps.types import Progress
@@ -52,7 +54,7 @@ def publish_remote(
     writes_spec = _check_spec(store, version.spec, replace=replace_spec)
     target = f"{version.name}/{version.version}"
     with _Claim(store, version).held() as claim:
-        _upload(version, manifest.files(), store, progress, parallel, claim.renew)
+        _upload(version, _files(version, manifest), store, progress, parallel, claim.renew)
         if writes_spec:
             store.write(
                 f"{version.name}/{SPEC_FILE}", (version.folder.parent / SPEC_FILE).read_bytes()
@@ -61,6 +63,15 @@ def publish_remote(
         _require_new(store, version)
         store.write(f"{target}/{FILE_NAME}", (version.folder / FILE_NAME).read_bytes())
     return f"{store.uri}/{target}"
+
+
+def _files(version: ModelVersion, manifest: Manifest) -> dict[str, RemoteEntry]:
+    """The manifest's files, and mapped ones."""
+    files = {path: RemoteEntry(e.bytes, e.checksum) for path, e in manifest.files().items()}
+    for path in mapped_paths(manifest):
+        with suppress(FileNotFoundError):
+            files[path] = RemoteEntry((version.folder / path).stat().st_size, None)
+    return files
 
 
 def _require_new(store: ArrowStore, version: ModelVersion) -> None:
@@ -90,7 +101,7 @@ def _check_spec(store: ArrowStore, spec: ModelSpec, *, replace: bool) -> bool:
 
 def _upload(
     version: ModelVersion,
-    files: dict[str, FileEntry],
+    files: dict[str, RemoteEntry],
     store: ArrowStore,
     progress: Progress,
     parallel: int,
@@ -129,7 +140,7 @@ class _FileUpload:
         self._version, self._store, self._stop = version, store, stop
         self._sent, self._index = sent, index
 
-    def run(self, path: str, entry: FileEntry) -> None:
+    def run(self, path: str, entry: RemoteEntry) -> None:
         """Upload, and compare what was read with the manifest."""
         source = self._version.folder / path
         digest = hashlib.sha256()
@@ -139,7 +150,7 @@ class _FileUpload:
                 digest.update(block)
                 file.write(block)
                 self._sent[self._index] += len(block)
-        if not self._stop.is_set():
+        if entry.checksum is not None and not self._stop.is_set():
             compare_checksum(source, entry.checksum, f"sha256:{digest.hexdigest()}")
 
 

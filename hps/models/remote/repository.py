@@ -16,11 +16,12 @@ from hps.config.model_schema import NAME_PATTERN, ModelSpec
 from hps.config.repository_uri import RepositoryUri
 from hps.config.schema import ModelOverride
 from hps.errors import HpsError, ModelError, NotFound
-from hps.models.manifest import DENSE_FILE, FILE_NAME, FileEntry, Manifest, read_manifest
+from hps.models.manifest import DENSE_FILE, FILE_NAME, Manifest, read_manifest
 from hps.models.remote.cache import DOWNLOAD_PREFIX, DownloadCache, VersionLease, is_whole
 from hps.models.remote.download import DownloadLimits, OpenFile, VersionDownload
+from hps.models.remote.mapped_tables import mapped_entries, remove_damaged
 from hps.models.remote.meter import DOWNLOADS
-from hps.models.remote.partial_file import PartialFile, allocated, clear, is_empty
+from hps.models.remote.partial_file import PartialFile, RemoteEntry, allocated, clear, is_empty
 from hps.models.remote.peers import PeerAccess, PeerVersion
 from hps.models.remote.store import FileMissing, RemoteFile, RemoteStore, StoreUnavailable
 from hps.models.repository import (
@@ -194,15 +195,18 @@ class RemoteRepository(Repository):
     def _download(self, name: str, version: int, hidden: Path, text: bytes) -> None:
         """Fill the hidden folder; its manifest gets its name last."""
         manifest = self._read_manifest(name, version, hidden, text)
-        files = manifest.files()
+        files = {path: RemoteEntry(e.bytes, e.checksum) for path, e in manifest.files().items()}
         if self._networks in hidden.parents:
             files = {path: entry for path, entry in files.items() if path == DENSE_FILE}
+        else:
+            files |= mapped_entries(self._store, f"{name}/{version}", manifest)
         size, started = sum(entry.bytes for entry in files.values()), time.monotonic()
         log.info(
             "download: %s/%s/%d, %d bytes, to %s", self.location, name, version, size, self.root
         )
         try:
             self._fetch(f"{name}/{version}", hidden, files, self._source(name, version, text))
+            remove_damaged(hidden, manifest)
             fsync_all(hidden)
             (hidden / f"{FILE_NAME}.part").rename(hidden / FILE_NAME)
         except OSError as error:
@@ -229,7 +233,7 @@ class RemoteRepository(Repository):
         return manifest
 
     def _fetch(
-        self, key: str, hidden: Path, files: Mapping[str, FileEntry], source: OpenFile
+        self, key: str, hidden: Path, files: Mapping[str, RemoteEntry], source: OpenFile
     ) -> None:
         """Download what is missing of ``files``; ``key``: ``<model>/<version>``."""
         size = sum(entry.bytes for entry in files.values())
@@ -246,7 +250,7 @@ class RemoteRepository(Repository):
             VersionDownload(f"{self.location}/{key}", source, self._limits).run(partials, advance)
 
     def _reserve(
-        self, key: str, hidden: Path, files: Mapping[str, FileEntry], opened: ExitStack
+        self, key: str, hidden: Path, files: Mapping[str, RemoteEntry], opened: ExitStack
     ) -> list[PartialFile]:
         """Open the files, which ``opened`` closes, with their sizes reserved in the cache."""
         there = sum(allocated(hidden / f"{path}.part") for path in files)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from hps.config.repository_uri import RepositoryUri
@@ -48,6 +48,10 @@ class RemoteStore(Protocol):
         ...
 
     def open(self, path: str) -> RemoteFile: ...
+
+    def sizes(self, paths: Sequence[str]) -> list[int | None]:
+        """Return the files' sizes in bytes; None for one that does not exist."""
+        ...
 
 
 _CREDENTIALS: Mapping[str, str] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -45,16 +46,35 @@ class WebStore:
     def open(self, path: str) -> _WebFile:
         return _WebFile(self, path)
 
+    def sizes(self, paths: Sequence[str]) -> list[int | None]:
+        return [self._size(path) for path in paths]
+
+    def _size(self, path: str) -> int | None:
+        try:
+            with closing(self._request(path, {}, "HEAD")) as reply:
+                length = reply.headers.get("Content-Length")
+        except (FileMissing, ModelError):  # some servers answer 403 for a file that does not exist
+            return None
+        return None if length is None else int(length)
+
     def get(self, path: str, headers: dict[str, str], limit: int) -> tuple[int, bytes]:
         """Status and body of a GET, of at most ``limit`` bytes."""
+        with closing(self._request(path, headers)) as reply:
+            try:
+                return reply.status, reply.read(limit)
+            except (OSError, http.client.HTTPException) as error:
+                where = f"{self.uri}/{path}"
+                raise StoreUnavailable(f"{where}: the connection failed: {error!r}") from None
+
+    def _request(self, path: str, headers: dict[str, str], method: str = "GET") -> Any:
+        """Send a request; return its open response. Raises as `RemoteStore`."""
         where = f"{self.uri}/{path}"
-        request = Request(f"{self.uri}/{quote(path)}", headers=headers)
+        request = Request(f"{self.uri}/{quote(path)}", headers=headers, method=method)
         if self._credentials is not None:
             # Not sent to the host of a redirection.
             request.add_unredirected_header("Authorization", self._credentials)
         try:
-            with closing(urlopen(request, timeout=self._timeout_s)) as reply:
-                return reply.status, reply.read(limit)
+            return urlopen(request, timeout=self._timeout_s)
         except HTTPError as error:
             with error:
                 raise self._refused(where, error.code, error.reason) from None

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from hps.errors import BadRequest, NotFound, Unavailable, Unsupported
 from hps.models.manifest import FILE_NAME
+from hps.models.remote.mapped_tables import mapped_paths
 from hps.node.node import Node
 from services.frontend.auth import Authorizer
 from services.frontend.http.api import answers, needs
@@ -73,7 +74,8 @@ def _file(state: FrontendState, model: str, version: int, path: str) -> Path:
     opened = node.control.opened_version(model, version)
     if opened.manifest is None:
         raise NotFound(f"version {version} of model '{model}' has no manifest")
-    if path != FILE_NAME and path not in opened.manifest.files():
+    known = {FILE_NAME, *opened.manifest.files(), *mapped_paths(opened.manifest)}
+    if path not in known or not (opened.folder / path).is_file():
         raise NotFound(f"version {version} of model '{model}' has no such file")
     return opened.folder / path
 

@@ -30,7 +30,7 @@ def s3(s3_server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Obje
         monkeypatch.setenv(name, value)
     yield s3_server
     relay = s3_server.relay
-    relay.cut_after = relay.budget = relay.bytes_per_s = relay.refusal = None
+    relay.cut_after = relay.stall_after = relay.budget = relay.bytes_per_s = relay.refusal = None
     relay.cuts = 0
 
 

@@ -15,6 +15,7 @@ from hps.models.remote.publish import publish_remote
 from hps.models.repository import Repository
 from hps.types import NoProgress
 from tests.unit.models.remote.conftest import ROWS
+from tests.unit.models.remote.test_repository import write_mapped_users
 
 
 @pytest.fixture
@@ -41,6 +42,12 @@ def test_published_version_is_opened(uri, s3, make_version, tmp_path):
     for path in ("model.yaml", "1/manifest.json", "1/tables/items/emb_vector"):
         remote = s3.read(f"{tmp_path.name}-published/ctr/{path}")
         assert remote == (tmp_path / "models/ctr" / path).read_bytes()
+
+
+def test_mapped_file_is_published(uri, s3, make_version, tmp_path):
+    write_mapped_users(make_version(1))
+    publish(uri, version(tmp_path))
+    assert s3.read(f"{tmp_path.name}-published/ctr/1/tables/users/mapped")[:8] == b"HPS-MAPD"
 
 
 def test_manifest_is_written_last(uri, s3, make_version, tmp_path):

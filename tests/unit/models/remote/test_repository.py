@@ -13,11 +13,13 @@ import pytest
 from hps.config.download_settings import DownloadSettings
 from hps.config.repository_uri import RepositoryUri
 from hps.errors import ModelError, NotFound, Unavailable
+from hps.models.mapped_file import MappedOptions, write_mapped
 from hps.models.remote import open_repository
 from hps.models.remote.store import StoreUnavailable
 from hps.models.repository import Repository
 from hps.types import NoProgress
 from tests.support.object_store import DENIED, EXPIRED
+from tests.unit.models.remote.conftest import ROWS
 
 
 def same(tmp_path, opened, version=1):
@@ -279,3 +281,45 @@ def test_folder_that_cannot_be_written(opened, tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(ModelError, match=r"models.download.folder: cannot make"):
         opened().open("ctr")
+
+
+def write_mapped_users(folder, seed=None):
+    """The served form of table ``users``, which the manifest does not have."""
+    files = Repository(folder.parent.parent).open("ctr", int(folder.name)).tables["users"]
+    write_mapped(files, folder / "tables/users/mapped", MappedOptions(threads=1))
+    return folder / "tables/users/mapped"
+
+
+def test_mapped_file_is_downloaded_with_its_table(s3, published, opened, tmp_path):
+    written = write_mapped_users(tmp_path / "models/ctr/1")
+    s3.upload(tmp_path / "models", tmp_path.name)
+    version = opened().open("ctr")
+    assert (version.folder / "tables/users/mapped").read_bytes() == written.read_bytes()
+    assert not (version.folder / "tables/items/mapped").exists()
+
+
+@pytest.mark.parametrize("damage", ["header", "block", "other"])
+def test_mapped_file_that_does_not_fit_is_left_out(
+    s3, published, opened, make_version, tmp_path, damage, caplog
+):
+    written = write_mapped_users(tmp_path / "models/ctr/1")
+    if damage == "other":
+        shutil.copyfile(write_mapped_users(make_version(2, n=ROWS)), written)
+    else:
+        data = bytearray(written.read_bytes())
+        data[20 if damage == "header" else len(data) // 2] ^= 1
+        written.write_bytes(data)
+    s3.upload(tmp_path / "models", tmp_path.name)
+    version = opened().open("ctr", 1)
+    assert not (version.folder / "tables/users/mapped").exists()
+    assert same(tmp_path, version)
+    assert "is not used: " in caplog.text
+
+
+def test_store_that_stalls_is_asked_again(s3, opened, tmp_path):
+    """A connection on which nothing arrives ends after `timeout_s`, and the range is asked for again."""
+    s3.relay.stall_after, s3.relay.cuts = 30_000, 3
+    started = time.monotonic()
+    assert same(tmp_path, opened(timeout_s=1.0, attempts=10).open("ctr"))
+    assert s3.relay.cuts == 0
+    assert time.monotonic() - started < 30

@@ -1,0 +1,55 @@
+"""The files ``mapped`` of a version's tables, which the manifest does not have, in remote repositories.
+
+They are optional: a file that does not fit its table is left out, and the table served from its other
+files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from hps.errors import ModelError
+from hps.models.manifest import TABLES_FOLDER, Manifest
+from hps.models.mapped_file import MAPPED_FILE
+from hps.models.remote.partial_file import RemoteEntry
+from hps.models.remote.store import RemoteStore
+from hps.models.tables import open_table
+from hps.native.mapped_format import damaged_blocks, read_header
+
+log = logging.getLogger(__name__)
+
+
+def mapped_paths(manifest: Manifest) -> list[str]:
+    """Where the mapped files of a version may be, by their paths in its folder."""
+    return [f"{TABLES_FOLDER}/{name}/{MAPPED_FILE}" for name in manifest.tables]
+
+
+def mapped_entries(store: RemoteStore, prefix: str, manifest: Manifest) -> dict[str, RemoteEntry]:
+    """The mapped files that the store has below ``prefix``."""
+    paths = mapped_paths(manifest)
+    sizes = store.sizes([f"{prefix}/{path}" for path in paths])
+    return {p: RemoteEntry(size, None) for p, size in zip(paths, sizes, strict=True) if size}
+
+
+def remove_damaged(folder: Path, manifest: Manifest) -> None:
+    """Check the downloaded mapped files of a version, all blocks, and remove those that don't fit."""
+    for path, why in _damaged(folder, manifest):
+        log.warning("download: %s is not used: %s", path, why)
+        path.unlink()
+
+
+def _damaged(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:
+    for name, entry in manifest.tables.items():
+        path = folder / TABLES_FOLDER / name / MAPPED_FILE
+        if not path.is_file():
+            continue
+        try:
+            header = read_header(path)
+            files = open_table(path.parent, name, entry.dim, manifest)
+            if header.digest != files.digest:
+                yield path, "it was made from other files than the table's"
+            elif blocks := damaged_blocks(header):
+                yield path, f"{len(blocks)} of its blocks do not match their checksums"
+        except ModelError as error:
+            yield path, str(error)
