@@ -72,7 +72,8 @@ class TableCurve:
         most = max(1, self.touched_rows)
         number = _LRU_POINTS if lru else _SIMULATED_POINTS
         grid = np.geomspace(min(smallest, most), most, number)
-        best, points = 0.0, [CurvePoint(0, 0.0)]
+        best = self._hit_rate(0)
+        points = [CurvePoint(0, best)]
         for rows in sorted({*np.round(grid).astype(np.int64).tolist(), most}):
             best = max(best, self._hit_rate(rows))
             points.append(CurvePoint(rows, best))
@@ -84,7 +85,8 @@ class TableCurve:
         return points
 
     def _hit_rate(self, rows: int) -> float:
-        return max(0.0, 1.0 - len(self.missed(rows)) / self._expected)
+        missed = np.count_nonzero(self._missed(rows)) + len(self._unknown)
+        return max(0.0, 1.0 - missed / self._expected)
 
     def at(self, rows: int) -> float:
         """Return the hit rate of a cache of ``rows`` rows, between the curve's points by proportion."""
@@ -96,22 +98,25 @@ class TableCurve:
         """Return the numbers ``(m,)`` of the requests of the accesses that miss in a cache of ``rows`` rows.
 
         Without those of the warm-up; with those to unknown keys. A request is listed once for each row."""
-        if rows <= 0 or rows >= self.table_rows:
-            mask = np.full(len(self._ids), rows <= 0)
-        elif self._distances is not None:
-            mask = (self._distances < 0) | (self._distances > max(1.0, rows * self.sample.rate))
-        else:
-            mask = self._simulated(rows)
-        requests = self.sample.requests[mask & self._counted & ~self._repeated]
+        if rows >= self.table_rows:
+            return self._unknown
+        requests = self.sample.requests[self._missed(rows)]
         if self.touched_rows < rows < self.table_rows:
             # The cache was filled with some of the rows that the trace asks for only now.
             absent = (self.table_rows - rows) / (self.table_rows - self.touched_rows)
             requests = requests[np.random.default_rng(rows).random(len(requests)) < absent]
         return np.concatenate([requests, self._unknown])
 
-    def _simulated(self, rows: int) -> NDArray[np.bool_]:
-        capacity = max(1, round(rows * self.sample.rate))
-        return simulate(self.sample.keys, capacity, self.eviction)
+    def _missed(self, rows: int) -> NDArray[np.bool_]:
+        """Return a mask of the accesses that miss in a cache of ``rows`` rows that starts empty."""
+        scaled = rows * self.sample.rate
+        if rows <= 0:
+            mask = np.ones(len(self._ids), bool)
+        elif self._distances is not None:
+            mask = (self._distances < 0) | (self._distances > max(1.0, scaled))
+        else:
+            mask = simulate(self.sample.keys, max(1, round(scaled)), self.eviction)
+        return mask & self._counted & ~self._repeated
 
 
 def _thinned(

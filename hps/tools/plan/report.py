@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hps.config.yaml_text import dump_yaml
+from hps.models.mapped_file import MAPPED_FILE
 from hps.tiers.capacity import slot_bytes
 from hps.tools.plan.allocation import Allocation, TableDemand, hit_rate
 from hps.tools.plan.gpu import gpu_bytes
 from hps.tools.plan.latency import Calibration
-from hps.tools.plan.model import PlannedModel
+from hps.tools.plan.model import PlannedModel, PlannedTable
 from hps.tools.plan.planner import Prediction
 from hps.tools.plan.trace import Trace
 from hps.types import EmbeddingTable
@@ -79,10 +81,21 @@ class PlanReport:
             found.append(_tier("GPU cache", sum(self.gpu.values()), size, on_gpu))
         rows = sum(self.chosen.rows.values())
         found.append(_tier("CPU cache", rows, self.chosen.bytes, in_memory - on_gpu))
-        stored = {n: d.curve.table_rows for n, d in self.demands.items()}
-        size = sum(n * store_row_bytes(self.demands[name].table) for name, n in stored.items())
-        found.append(_tier("store", sum(stored.values()), size, 1.0 - in_memory))
-        return found
+        return found + self._stores(1.0 - in_memory)
+
+    def _stores(self, answers: float) -> list[dict[str, Any]]:
+        """RocksDB and the mapped files: together they answer the share ``answers``."""
+        rows, sizes = Counter[str](), Counter[str]()
+        misses: dict[str, float] = defaultdict(float)
+        for name, demand in self.demands.items():
+            planned = self.model.tables[name]
+            mapped = mapped_bytes(planned)
+            kind = "RocksDB" if mapped is None else "mapped files"
+            rows[kind] += planned.rows
+            sizes[kind] += mapped or planned.rows * store_row_bytes(planned.table)
+            misses[kind] += demand.share * (1.0 - demand.curve.at(self.chosen.rows.get(name, 0)))
+        total = sum(misses.values()) or 1.0
+        return [_tier(k, rows[k], sizes[k], answers * misses[k] / total) for k in sorted(rows)]
 
     def configuration(self) -> str:
         """The chosen caches as a fragment of the configuration, in YAML."""
@@ -104,6 +117,14 @@ class PlanReport:
 
 def _tier(name: str, rows: int, size: int, answers: float) -> dict[str, Any]:
     return {"tier": name, "rows": rows, "bytes": size, "answers": answers}
+
+
+def mapped_bytes(planned: PlannedTable) -> int | None:
+    """Return the size of the table's mapped file; None if it has none."""
+    if planned.files is None:
+        return None
+    path = planned.files.folder / MAPPED_FILE
+    return path.stat().st_size if path.is_file() else None
 
 
 def store_row_bytes(table: EmbeddingTable) -> int:

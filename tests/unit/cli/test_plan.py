@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import shutil
 from xml.etree import ElementTree
 
 import numpy as np
@@ -14,6 +15,8 @@ from hps.cli.main import app
 from hps.config import configuration_from
 from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
 from hps.config.yaml_text import parse_yaml
+from hps.models.mapped_file import MAPPED_FILE, write_mapped
+from hps.models.repository import Repository
 from hps.models.version_writer import write_version
 from hps.tools.plan import chart
 from hps.tools.plan.latency import Calibration
@@ -167,6 +170,22 @@ def test_present_configuration_is_predicted_beside_the_plan(tmp_path, trace, rep
     assert "configured now" in run(*words, "--no-latency").stdout
     larger = planned(*words, "--set", "tiers.cpu_cache.share=0.1")["current"]
     assert larger["hit_rate"] > found["current"]["hit_rate"]
+
+
+def test_stores_are_told_with_their_bytes(tmp_path, trace, repository):
+    found = planned(trace, *TABLES, "--hit-rate", 0.8)["tiers"]
+    assert [tier["tier"] for tier in found] == ["CPU cache", "RocksDB"]
+    assert sum(tier["answers"] for tier in found) == pytest.approx(1)
+    assert found[1]["bytes"] == ROWS * (8 + 16) * 4 + 2 * ROWS * 35
+    root = shutil.copytree(repository, tmp_path / "models")
+    user = root / "ctr" / "1" / "tables" / "user"
+    files = Repository(root).open("ctr").tables["user"]
+    write_mapped(files, user / MAPPED_FILE)
+    path = tmp_path / "keys.parquet"
+    pq.write_table(pa.table({"user": USER, "ads": ADS.tolist()}), path)
+    stores = {tier["tier"]: tier for tier in planned(path, "--repository", root)["tiers"]}
+    assert stores["mapped files"]["bytes"] == (user / MAPPED_FILE).stat().st_size
+    assert (stores["mapped files"]["rows"], stores["RocksDB"]["rows"]) == (2 * ROWS, ROWS)
 
 
 def test_calibration_is_reused(tmp_path, trace):
