@@ -128,9 +128,9 @@ def latency(
         answer(node, keys[:half])
         for part in np.array_split(keys[half:].reshape(-1, BATCH), rounds):
             measure = answer(node, part.reshape(-1))
-            predicted = Planner(trace, demands, calibrate(loads_of(model, trace))).predict(
-                chosen.rows
-            )
+            mapped = model.tables[TABLE].mapped_bytes is not None
+            calibration = calibrate(loads_of(model, trace), mapped=mapped)
+            predicted = Planner(trace, demands, calibration).predict(chosen.rows)
             p50, p99 = np.quantile(measure, [0.5, 0.99])
             assert predicted.p50_us is not None
             assert predicted.p99_us is not None
@@ -162,7 +162,10 @@ BENCHMARK = Benchmark(
     title=__doc__.splitlines()[0],
     run=run,
     bars=BARS,
-    measured=("hps/tools/plan", "hps/tiers/cpu", "hps/tiers/capacity.py"),
+    measured=(
+        *("hps/tools/plan", "hps/lookup/key_sampling.py", "hps/tiers/cpu", "hps/tiers/capacity.py"),
+        *("hps/native/src/cache_table.cpp", "hps/native/src/cache_scores.cpp"),
+    ),
 )
 
 if __name__ == "__main__":

@@ -266,8 +266,9 @@ def _calibration(options: PlanOptions, model: PlannedModel, trace: Trace) -> Cal
         return None
     if options.calibration is not None:
         return Calibration.load(options.calibration)
+    mapped = all(model.tables[name].mapped_bytes is not None for name in trace.samples)
     with console(stderr=True).status("measuring lookups on this machine"):
-        measured = calibrate(loads_of(model, trace))
+        measured = calibrate(loads_of(model, trace), mapped=mapped)
     if options.save_calibration is not None:
         measured.save(options.save_calibration)
     return measured

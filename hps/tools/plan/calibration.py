@@ -56,8 +56,12 @@ class TableLoad:
         return max(1, round(self.keys / self.hotness))
 
 
-def calibrate(loads: Sequence[TableLoad], *, seconds: float = 6.0, seed: int = 1) -> Calibration:
+def calibrate(
+    loads: Sequence[TableLoad], *, mapped: bool = False, seconds: float = 6.0, seed: int = 1
+) -> Calibration:
     """Measure lookups of all ``loads`` together, for about ``seconds`` beyond the start of the node.
+
+    ``mapped``: the tables have mapped files, which a node reads instead of RocksDB.
 
     The node has a CPU cache over the store that a node has by default, whose files are in the page cache: a
     table larger than the machine's memory takes longer. Writes up to 256 MB to the temporary folder."""
@@ -67,7 +71,7 @@ def calibrate(loads: Sequence[TableLoad], *, seconds: float = 6.0, seed: int = 1
     requests = {share: _Requests(made, share, random) for share in _SHARES}
     fewer = _Requests(small, 0.0, random)
     times: dict[Any, list[float]] = {each: [] for each in (*requests.values(), fewer)}
-    with _node(made, seed) as node:
+    with _node(made, seed, mapped) as node:
         # In turn, so that a disturbance of the machine meets all of them alike.
         for turn in range(_TURNS):
             for each, found in times.items():
@@ -115,14 +119,15 @@ def _part(load: TableLoad, by: int) -> TableLoad:
 
 
 @contextmanager
-def _node(loads: Sequence[TableLoad], seed: int) -> Iterator[Node]:
+def _node(loads: Sequence[TableLoad], seed: int, mapped: bool) -> Iterator[Node]:
     spec = ModelSpec(
         name=_MODEL,
         tables=[TableSpec(name=t.name, dim=t.dim, dtype=t.dtype) for t in loads],
         features=[FeatureSpec(name=t.name, table=t.name, pooling=t.pooling) for t in loads],
     )
     with tempfile.TemporaryDirectory(prefix="hps-plan-") as folder:
-        write_version(Path(folder) / "models", spec, 1, {t.name: _rows(t, seed) for t in loads})
+        rows = {load.name: _rows(load, seed) for load in loads}
+        write_version(Path(folder) / "models", spec, 1, rows, mapped=mapped)
         settings: dict[str, Any] = {
             "models": {"repository": f"{folder}/models"},
             "tiers": {

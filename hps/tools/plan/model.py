@@ -11,6 +11,7 @@ from hps.config import Configuration, Settings
 from hps.config.model_schema import NAME_PATTERN
 from hps.errors import ConfigError, NotFound
 from hps.lookup.base import Feature
+from hps.models.mapped_file import MAPPED_FILE
 from hps.models.repository import ModelVersion, Repository
 from hps.models.tables import TableFiles
 from hps.node.model_opening import features_of, version_openers
@@ -29,6 +30,14 @@ class PlannedTable:
     table: EmbeddingTable
     rows: int
     files: TableFiles | None = None
+
+    @property
+    def mapped_bytes(self) -> int | None:
+        """The size of its mapped file; None if it has none."""
+        if self.files is None:
+            return None
+        path = self.files.folder / MAPPED_FILE
+        return path.stat().st_size if path.is_file() else None
 
 
 @dataclass(frozen=True, slots=True)

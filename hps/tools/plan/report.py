@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hps.config.yaml_text import dump_yaml
-from hps.models.mapped_file import MAPPED_FILE
 from hps.tiers.capacity import slot_bytes
 from hps.tools.plan.allocation import Allocation, TableDemand, hit_rate
 from hps.tools.plan.gpu import gpu_bytes
 from hps.tools.plan.latency import Calibration
-from hps.tools.plan.model import PlannedModel, PlannedTable
+from hps.tools.plan.model import PlannedModel
 from hps.tools.plan.planner import Prediction
 from hps.tools.plan.trace import Trace
 from hps.types import EmbeddingTable
@@ -89,7 +88,7 @@ class PlanReport:
         misses: dict[str, float] = defaultdict(float)
         for name, demand in self.demands.items():
             planned = self.model.tables[name]
-            mapped = mapped_bytes(planned)
+            mapped = planned.mapped_bytes
             kind = "RocksDB" if mapped is None else "mapped files"
             rows[kind] += planned.rows
             sizes[kind] += mapped or planned.rows * store_row_bytes(planned.table)
@@ -117,14 +116,6 @@ class PlanReport:
 
 def _tier(name: str, rows: int, size: int, answers: float) -> dict[str, Any]:
     return {"tier": name, "rows": rows, "bytes": size, "answers": answers}
-
-
-def mapped_bytes(planned: PlannedTable) -> int | None:
-    """Return the size of the table's mapped file; None if it has none."""
-    if planned.files is None:
-        return None
-    path = planned.files.folder / MAPPED_FILE
-    return path.stat().st_size if path.is_file() else None
 
 
 def store_row_bytes(table: EmbeddingTable) -> int:
