@@ -120,7 +120,8 @@ class CacheTable:
 class MappedTable:
     """See twin_mapped.MappedTable. Raises TypeError or ValueError for arrays that do not fit.
 
-    Reads raise RuntimeError once a page of the file could not be read. ``kernels``: one of
+    Once a page of the file could not be read, `gather` and `pool_bags` find no row, and other reads raise
+    RuntimeError. ``kernels``: one of
     ``cache_kernels()``; None selects the fastest."""
 
     def __init__(
@@ -162,6 +163,17 @@ class MappedTable:
     def gather(self, keys: NDArray[np.int64], out: NDArray[Any]) -> bool:
         """See twin_mapped.MappedTable.gather."""
 
+    def pool_bags(
+        self,
+        keys: NDArray[np.int64],
+        offsets: NDArray[np.int64] | None,
+        weights: NDArray[np.float32] | None,
+        divisors: NDArray[np.float32] | None,
+        out: NDArray[Any],
+        supplied: tuple[NDArray[np.int64], NDArray[Any]] | None = None,
+    ) -> NDArray[np.int64] | None:
+        """See twin_cache.CacheTable.pool_bags."""
+
     def positions(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """See twin_mapped.MappedTable.positions."""
 
@@ -200,7 +212,7 @@ def place_records(
     """See twin_mapped.place_records."""
 
 def gather_all(
-    tables: dict[Any, CacheTable],
+    tables: dict[Any, CacheTable | MappedTable] | dict[Any, CacheTable],
     requests: list[tuple[Any, NDArray[np.int64], NDArray[Any]]],
     threads: int = 1,
 ) -> bool:
@@ -214,7 +226,7 @@ class WorkerPool:
     def threads(self) -> int: ...
 
 def gather_misses(
-    tables: list[CacheTable | None],
+    tables: Sequence[CacheTable | MappedTable | None],
     bases: NDArray[np.uint32],
     keys: NDArray[np.int64],
     positions: NDArray[np.uint32],

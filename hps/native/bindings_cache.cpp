@@ -49,7 +49,14 @@ void py_copy_rows(const ReadOnlyRows& rows, const Keys& numbers, Rows out) {
 }  // namespace
 
 void bind_cache(nb::module_& m) {
-  nb::class_<CacheTable>(m, "CacheTable")
+  nb::class_<RowTable>(m, "RowTable")
+      .def_prop_rw("threads", &RowTable::threads, &RowTable::set_threads)
+      .def("gather", &RowTable::gather, nb::arg("keys").noconvert(), nb::arg("out").noconvert())
+      .def("pool_bags", &pool_bags, nb::arg("keys").noconvert(),
+           nb::arg("offsets").noconvert().none(), nb::arg("weights").noconvert().none(),
+           nb::arg("divisors").noconvert().none(), nb::arg("out").noconvert(),
+           nb::arg("supplied").noconvert().none() = nb::none());
+  nb::class_<CacheTable, RowTable>(m, "CacheTable")
       .def(
           "__init__",
           [](CacheTable* self, std::uint64_t capacity, const ReadOnlyRows& like,
@@ -66,15 +73,9 @@ void bind_cache(nb::module_& m) {
       .def_static("attach", &attach, nb::arg("file"), nb::arg("like").noconvert(), nb::arg("code"),
                   nb::rv_policy::take_ownership)
       .def("repair", &CacheTable::repair)
-      .def_prop_rw("threads", &CacheTable::threads, &CacheTable::set_threads)
       .def("fetch", &CacheTable::fetch, nb::arg("keys").noconvert(), nb::arg("missing").noconvert(),
            nb::arg("oldest_tombstone"), nb::arg("out").noconvert(), nb::arg("versions").noconvert(),
            nb::arg("source").noconvert())
-      .def("gather", &CacheTable::gather, nb::arg("keys").noconvert(), nb::arg("out").noconvert())
-      .def("pool_bags", &pool_bags, nb::arg("keys").noconvert(),
-           nb::arg("offsets").noconvert().none(), nb::arg("weights").noconvert().none(),
-           nb::arg("divisors").noconvert().none(), nb::arg("out").noconvert(),
-           nb::arg("supplied").noconvert().none() = nb::none())
       .def("write", &CacheTable::write, nb::arg("keys").noconvert(),
            nb::arg("rows").noconvert().none(), nb::arg("versions").noconvert(),
            nb::arg("oldest_tombstone"), nb::arg("resident_only"))

@@ -11,7 +11,7 @@
 namespace {
 
 struct Gather {
-  const hps::CacheTable* table;
+  const hps::RowReader* table;
   const std::int64_t* keys;
   std::uint8_t* out;
   std::size_t n;
@@ -21,7 +21,7 @@ struct Gather {
 std::vector<Gather> split_into_pieces(const std::vector<Gather>& gathers) {
   std::vector<Gather> pieces;
   for (const Gather& whole : gathers) {
-    const std::size_t row_bytes = whole.table->header().row_bytes;
+    const std::size_t row_bytes = whole.table->row_bytes();
     for (std::size_t at = 0; at < whole.n; at += kPieceKeys)
       pieces.push_back({whole.table, whole.keys + at, whole.out + at * row_bytes,
                         std::min(kPieceKeys, whole.n - at)});
@@ -70,14 +70,14 @@ bool py_gather_all(const nb::dict& tables, const nb::list& requests, std::size_t
       if (PyErr_Occurred() != nullptr) throw nb::python_error();
       return false;
     }
-    const CacheTable* table = nullptr;
+    const RowTable* table = nullptr;
     if (!nb::try_cast(held[i].table, table) || table == nullptr)
-      throw std::invalid_argument("tables must be CacheTables");
+      throw std::invalid_argument("tables must be CacheTables or MappedTables");
     const Buffer& keys = held[i].keys.emplace(PyTuple_GetItem(request.ptr(), 1), false);
     const Buffer& out = held[i].out.emplace(PyTuple_GetItem(request.ptr(), 2), true);
     table->check_gather(keys, out);
-    gathers[i] = {&table->table(), reinterpret_cast<const std::int64_t*>(keys.bytes()), out.bytes(),
-                  keys.size(0)};
+    gathers[i] = {&table->reader(), reinterpret_cast<const std::int64_t*>(keys.bytes()),
+                  out.bytes(), keys.size(0)};
     total += keys.size(0);
   }
   bool all = false;
@@ -117,12 +117,12 @@ void check_supplied(const hps::PoolRequest& request, std::size_t n) {
   check(fits, "supplied must be ascending positions of keys");
 }
 
-std::size_t pool_by_pieces(const CacheTable& table, const hps::PoolRequest& request,
-                           std::size_t bags, std::size_t n, std::int64_t* left) {
+std::size_t pool_by_pieces(const RowTable& table, const hps::PoolRequest& request, std::size_t bags,
+                           std::size_t n, std::int64_t* left) {
   const std::size_t pieces = table.threads() == 1 ? 1 : std::min(bags, n / kPieceKeys);
   hps::PoolRequest all = request;
   all.last = bags;
-  if (pieces <= 1) return table.table().pool(all, left);
+  if (pieces <= 1) return table.reader().pool(all, left);
   const auto first_bag = [&](std::size_t piece) { return piece * bags / pieces; };
   const auto first_key = [&](std::size_t piece) {
     return static_cast<std::size_t>(begin_of(request, first_bag(piece)));
@@ -132,7 +132,7 @@ std::size_t pool_by_pieces(const CacheTable& table, const hps::PoolRequest& requ
     hps::PoolRequest part = request;
     part.first = first_bag(piece);
     part.last = first_bag(piece + 1);
-    counts[piece] = table.table().pool(part, left + first_key(piece));
+    counts[piece] = table.reader().pool(part, left + first_key(piece));
   });
   std::size_t total = 0;
   for (std::size_t piece = 0; piece < pieces; ++piece) {
@@ -143,9 +143,9 @@ std::size_t pool_by_pieces(const CacheTable& table, const hps::PoolRequest& requ
 }
 
 // Pools only the bags that have a supplied row, one by one.
-std::size_t pool_supplied(const CacheTable& table, const hps::PoolRequest& request,
-                          std::size_t bags, std::int64_t* left) {
-  const std::size_t row_bytes = table.table().header().row_bytes;
+std::size_t pool_supplied(const RowTable& table, const hps::PoolRequest& request, std::size_t bags,
+                          std::int64_t* left) {
+  const std::size_t row_bytes = table.reader().row_bytes();
   std::size_t unanswered = 0, bag = 0;
   for (std::size_t at = 0; at < request.n_supplied;) {
     while (bag < bags && begin_of(request, bag + 1) <= request.supplied[at]) ++bag;
@@ -156,7 +156,7 @@ std::size_t pool_supplied(const CacheTable& table, const hps::PoolRequest& reque
     part.rows = request.rows + at * row_bytes;
     while (at < request.n_supplied && request.supplied[at] < begin_of(request, bag + 1)) ++at;
     part.n_supplied = static_cast<std::size_t>(request.supplied + at - part.supplied);
-    unanswered += table.table().pool(part, left + unanswered);
+    unanswered += table.reader().pool(part, left + unanswered);
   }
   return unanswered;
 }
@@ -206,7 +206,7 @@ void py_pool_rows(const ReadOnlyRows& rows, const std::optional<Keys>& numbers,
 
 }  // namespace
 
-nb::object pool_bags(const CacheTable& table, const Keys& keys, const std::optional<Keys>& offsets,
+nb::object pool_bags(const RowTable& table, const Keys& keys, const std::optional<Keys>& offsets,
                      const std::optional<Floats>& weights, const std::optional<Floats>& divisors,
                      Rows out, const std::optional<SuppliedRows>& supplied) {
   const std::size_t n = keys.shape(0), bags = out.shape(0);

@@ -121,7 +121,7 @@ void launch_copied(PyLaunch& self, void* function, std::uint32_t keys_a_block,
     const hps::FetchPart& part = self.launch.arguments->part[i];
     const Buffer& keys =
         held[i].emplace(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i)), false);
-    if (!keys.has(1, CacheTable::kInt64) || keys.size(0) != part.n)
+    if (!keys.has(1, RowTable::kInt64) || keys.size(0) != part.n)
       throw std::invalid_argument("keys must be int64 (n,)");
     if (part.positions != 0 || part.base != total)
       throw std::invalid_argument("the parts must be of all keys");

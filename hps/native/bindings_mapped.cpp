@@ -51,16 +51,12 @@ std::vector<hps::IndexPart> checked_parts(const Parts& array, std::uint64_t rows
   return parts;
 }
 
-class MappedTable {
+class MappedTable final : public RowTable {
  public:
   MappedTable(int file, const ReadOnlyRows& like, const std::vector<std::uint64_t>& sections,
               const Parts& parts, std::uint64_t remap_entries, std::uint64_t version,
               std::uint8_t code, nb::object bitmap, const std::optional<std::string>& kernels)
-      : dtype_(like.dtype()),
-        dim_(like.shape(1)),
-        code_(code),
-        version_(version),
-        format_(format_of(like.dtype())) {
+      : RowTable(like, code), version_(version) {
     check(sections.size() == 8, "sections must have 8 entries");
     const hps::MappedSections at{sections[0], sections[1], sections[2], sections[3],
                                  sections[4], sections[5], sections[6], sections[7]};
@@ -87,6 +83,8 @@ class MappedTable {
                    mapped_kernels_named(kernels));
   }
 
+  const hps::RowReader& reader() const override { return *table_; }
+
   nb::tuple fetch(Keys keys, Keys missing, Rows out, Array<std::uint64_t> versions,
                   Array<std::uint8_t> source) const {
     const std::size_t n = keys.shape(0), m = missing.shape(0);
@@ -112,15 +110,6 @@ class MappedTable {
     });
     return nb::make_tuple(array_or_none(std::move(overridden), n_overridden),
                           array_or_none(std::move(absent), n_absent));
-  }
-
-  bool gather(Keys keys, Rows out) const {
-    const std::size_t n = keys.shape(0);
-    check_rows(out, n);
-    auto* to = static_cast<std::uint8_t*>(out.data());
-    bool all = false;
-    read(n, [&] { all = table_->read().gather(table_->view(), keys.data(), n, to); });
-    return all;
   }
 
   auto positions(Keys keys) const {
@@ -171,20 +160,7 @@ class MappedTable {
 
   std::uint64_t overridden() const { return table_->n_overridden(); }
   std::uint64_t rows() const { return table_->view().rows; }
-  std::size_t dim() const { return dim_; }
-  std::size_t threads() const { return threads_; }
-  void set_threads(std::size_t threads) {
-    check(threads >= 1, "threads must be at least 1");
-    threads_ = threads;
-  }
   bool is_damaged() const { return table_->is_damaged(); }
-
-  template <typename Array>
-  void check_rows(const Array& rows, std::size_t n) const {
-    if (rows.dtype() != dtype_ || rows.shape(1) != dim_)
-      throw std::invalid_argument("rows must have the table's dtype and dim");
-    if (rows.shape(0) != n) throw std::invalid_argument("rows must have one entry per key");
-  }
 
  private:
   // Rows of a damaged table are not to be used: zeros may stand in their place.
@@ -222,12 +198,7 @@ class MappedTable {
     check(fit, "positions must be those of records");
   }
 
-  nb::dlpack::dtype dtype_;
-  std::size_t dim_;
-  std::uint8_t code_;
   std::uint64_t version_;
-  std::string format_;
-  std::size_t threads_ = 1;
   std::optional<Buffer> bitmap_;
   bool read_only_ = false;
   std::optional<hps::MappedTable> table_;
@@ -289,18 +260,16 @@ void py_place_records(
 }  // namespace
 
 void bind_mapped(nb::module_& m) {
-  nb::class_<MappedTable>(m, "MappedTable")
+  nb::class_<MappedTable, RowTable>(m, "MappedTable")
       .def(nb::init<int, const ReadOnlyRows&, const std::vector<std::uint64_t>&, const Parts&,
                     std::uint64_t, std::uint64_t, std::uint8_t, nb::object,
                     const std::optional<std::string>&>(),
            nb::arg("file"), nb::arg("like").noconvert(), nb::arg("sections"),
            nb::arg("parts").noconvert(), nb::arg("remap_entries"), nb::arg("version"),
            nb::arg("code"), nb::arg("bitmap").none() = nb::none(), nb::arg("kernels") = nb::none())
-      .def_prop_rw("threads", &MappedTable::threads, &MappedTable::set_threads)
       .def("fetch", &MappedTable::fetch, nb::arg("keys").noconvert(),
            nb::arg("missing").noconvert(), nb::arg("out").noconvert(),
            nb::arg("versions").noconvert(), nb::arg("source").noconvert())
-      .def("gather", &MappedTable::gather, nb::arg("keys").noconvert(), nb::arg("out").noconvert())
       .def("positions", &MappedTable::positions, nb::arg("keys").noconvert())
       .def("copy_records", &MappedTable::copy_records, nb::arg("positions").noconvert(),
            nb::arg("out").noconvert())

@@ -18,7 +18,7 @@ void check(bool fits, const char* what) {
   if (!fits) throw std::invalid_argument(what);
 }
 
-// The parts of `tables`, of CacheTables or None, whose first positions are `bases`. `held` keeps
+// The parts of `tables`, of RowTables or None, whose first positions are `bases`. `held` keeps
 // the tables until the gather has ended.
 void read_parts(const nb::list& tables, const Positions& bases, std::size_t stride,
                 const std::int64_t* keys, hps::MissPart* parts, nb::object* held) {
@@ -27,13 +27,14 @@ void read_parts(const nb::list& tables, const Positions& bases, std::size_t stri
         "bases must have an entry per table, the first 0");
   for (std::size_t i = 0; i < count; ++i) {
     held[i] = nb::borrow(PyList_GetItem(tables.ptr(), static_cast<Py_ssize_t>(i)));
-    const CacheTable* table = nullptr;
-    check(held[i].is_none() || nb::try_cast(held[i], table), "tables must be CacheTables or None");
-    check(table == nullptr || table->table().header().row_bytes <= stride,
+    const RowTable* table = nullptr;
+    check(held[i].is_none() || nb::try_cast(held[i], table),
+          "tables must be CacheTables, MappedTables or None");
+    check(table == nullptr || table->reader().row_bytes() <= stride,
           "rows must be at least as long as the tables' rows");
     const std::uint32_t base = bases.data()[i];
     check(i == 0 || bases.data()[i - 1] <= base, "bases must ascend");
-    parts[i] = {table == nullptr ? nullptr : &table->table(), keys == nullptr ? keys : keys + base,
+    parts[i] = {table == nullptr ? nullptr : &table->reader(), keys == nullptr ? keys : keys + base,
                 base};
   }
 }
@@ -93,7 +94,7 @@ std::size_t py_copy_keys(const nb::list& arrays, const Array<std::int64_t>& out,
   for (std::size_t i = 0; i < count; ++i) {
     const Buffer& keys =
         held[i].emplace(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i)), false);
-    check(keys.has(1, CacheTable::kInt64), "keys must be int64 (n,)");
+    check(keys.has(1, RowTable::kInt64), "keys must be int64 (n,)");
     const std::size_t bytes = keys.size(0) * 8;
     check(total + keys.size(0) <= out.shape(0), "out must hold all keys");
     auto* to = reinterpret_cast<std::uint8_t*>(out.data() + total);

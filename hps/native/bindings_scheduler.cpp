@@ -100,9 +100,9 @@ hps::FillChunk make_chunk(const std::vector<PartFields>& parts, Address missing,
                           const std::tuple<Address, Address, Address, Address>& arguments) {
   hps::FillChunk made{};
   for (const auto& [table, base, first, count, hotness, feature, used] : parts) {
-    const CacheTable* held = nullptr;
-    if (!table.is_none()) held = nb::cast<const CacheTable*>(table);
-    made.parts.push_back({held == nullptr ? nullptr : &held->table(), base, first, count, hotness,
+    const RowTable* held = nullptr;
+    if (!table.is_none()) held = nb::cast<const RowTable*>(table);
+    made.parts.push_back({held == nullptr ? nullptr : &held->reader(), base, first, count, hotness,
                           feature, pointer<std::uint32_t>(used)});
   }
   made.missing = pointer<const std::uint32_t>(missing);
@@ -134,7 +134,7 @@ std::shared_ptr<hps::MissFill> make_fill(std::vector<hps::Step> fetch,
   for (const hps::FillChunk& chunk : made->chunks)
     for (const hps::FillPart& part : chunk.parts) {
       made->features = std::max(made->features, part.feature + 1);
-      if (part.table != nullptr && part.table->header().row_bytes > stride)
+      if (part.table != nullptr && part.table->row_bytes() > stride)
         throw std::invalid_argument("the stride must be at least as long as the tables' rows");
       if (part.hotness == 0) throw std::invalid_argument("hotness must be at least 1");
     }

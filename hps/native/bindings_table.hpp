@@ -1,4 +1,4 @@
-// The Python class CacheTable, for the files that bind functions of tables.
+// The Python classes RowTable and CacheTable, for the files that bind functions of tables.
 #pragma once
 
 #include <algorithm>
@@ -72,22 +72,68 @@ inline const char* format_of(nb::dlpack::dtype type) {
   }
 }
 
-class CacheTable {
+// What the Python classes of tables have in common: the rows' dim and dtype, and the reads of the
+// fast path.
+class RowTable {
+ public:
+  virtual ~RowTable() = default;
+  virtual const hps::RowReader& reader() const = 0;
+
+  bool gather(Keys keys, Rows out) const {
+    const std::size_t n = keys.shape(0);
+    check_rows(out, n);
+    bool all = false;
+    without_gil(
+        n, [&] { all = reader().gather(keys.data(), n, static_cast<std::uint8_t*>(out.data())); });
+    return all;
+  }
+
+  std::size_t threads() const { return threads_; }
+  void set_threads(std::size_t threads) {
+    if (threads < 1) throw std::invalid_argument("threads must be at least 1");
+    threads_ = threads;
+  }
+
+  template <typename Array>
+  void check_rows(const Array& rows, std::size_t n) const {
+    if (rows.dtype() != dtype_ || rows.shape(1) != dim_)
+      throw std::invalid_argument("rows must have the table's dtype and dim");
+    if (rows.shape(0) != n) throw std::invalid_argument("rows must have one entry per key");
+  }
+
+  // Throws std::invalid_argument unless `keys` and `out` fit the table. The GIL must be held.
+  void check_gather(const Buffer& keys, const Buffer& out) const {
+    if (!keys.has(1, kInt64)) throw std::invalid_argument("keys must be int64 (n,)");
+    if (!out.has(2, format_.c_str()) || out.size(1) != dim_ || out.size(0) != keys.size(0))
+      throw std::invalid_argument("out must be (n, dim) of the table's dtype");
+  }
+  bool is_format(const char* format) const { return format_ == format; }
+  std::size_t dim() const { return dim_; }
+
+  static constexpr const char* kInt64 = sizeof(long) == 8 ? "l" : "q";
+
+ protected:
+  RowTable(const ReadOnlyRows& like, std::uint8_t code)
+      : dtype_(like.dtype()), dim_(like.shape(1)), code_(code), format_(format_of(like.dtype())) {}
+
+  nb::dlpack::dtype dtype_;
+  std::size_t dim_;
+  std::uint8_t code_;
+  std::string format_;
+  std::size_t threads_ = 1;
+};
+
+class CacheTable final : public RowTable {
  public:
   CacheTable(std::uint64_t capacity, const ReadOnlyRows& like, hps::Eviction eviction,
              std::uint8_t code, const hps::ReadKernels& kernels, const hps::MemoryKind& kind)
-      : dtype_(like.dtype()),
-        dim_(like.shape(1)),
-        code_(code),
-        format_(format_of(like.dtype())),
+      : RowTable(like, code),
         table_(capacity, like.shape(1) * like.itemsize(), eviction, kernels, kind) {}
 
   CacheTable(int file, const ReadOnlyRows& like, std::uint8_t code, const hps::ReadKernels& kernels)
-      : dtype_(like.dtype()),
-        dim_(like.shape(1)),
-        code_(code),
-        format_(format_of(like.dtype())),
-        table_(like.shape(1) * like.itemsize(), kernels, file) {}
+      : RowTable(like, code), table_(like.shape(1) * like.itemsize(), kernels, file) {}
+
+  const hps::RowReader& reader() const override { return table_; }
 
   nb::object fetch(Keys keys, Keys missing, std::uint64_t oldest_tombstone, Rows out,
                    Array<std::uint64_t> versions, Array<std::uint8_t> source) const {
@@ -109,15 +155,6 @@ class CacheTable {
     });
     if (unanswered == 0) return nb::none();
     return nb::cast(as_numpy(std::move(left), unanswered));
-  }
-
-  bool gather(Keys keys, Rows out) const {
-    const std::size_t n = keys.shape(0);
-    check_rows(out, n);
-    bool all = false;
-    without_gil(
-        n, [&] { all = table_.gather(keys.data(), n, static_cast<std::uint8_t*>(out.data())); });
-    return all;
   }
 
   void write(Keys keys, std::optional<ReadOnlyRows> rows, Array<const std::uint64_t> versions,
@@ -159,30 +196,8 @@ class CacheTable {
   std::uint64_t bytes() const { return table_.header().bytes; }
 
   bool repair() { return table_.repair(); }
-  std::size_t threads() const { return threads_; }
-  void set_threads(std::size_t threads) {
-    if (threads < 1) throw std::invalid_argument("threads must be at least 1");
-    threads_ = threads;
-  }
 
-  template <typename Array>
-  void check_rows(const Array& rows, std::size_t n) const {
-    if (rows.dtype() != dtype_ || rows.shape(1) != dim_)
-      throw std::invalid_argument("rows must have the table's dtype and dim");
-    if (rows.shape(0) != n) throw std::invalid_argument("rows must have one entry per key");
-  }
-
-  // Throws std::invalid_argument unless `keys` and `out` fit the table. The GIL must be held.
-  void check_gather(const Buffer& keys, const Buffer& out) const {
-    if (!keys.has(1, kInt64)) throw std::invalid_argument("keys must be int64 (n,)");
-    if (!out.has(2, format_.c_str()) || out.size(1) != dim_ || out.size(0) != keys.size(0))
-      throw std::invalid_argument("out must be (n, dim) of the table's dtype");
-  }
   const hps::CacheTable& table() const { return table_; }
-  bool is_format(const char* format) const { return format_ == format; }
-  std::size_t dim() const { return dim_; }
-
-  static constexpr const char* kInt64 = sizeof(long) == 8 ? "l" : "q";
 
  private:
   std::size_t fetch_by_pieces(const std::int64_t* keys, const std::int64_t* missing, std::size_t m,
@@ -204,16 +219,11 @@ class CacheTable {
     return total;
   }
 
-  nb::dlpack::dtype dtype_;
-  std::size_t dim_;
-  std::uint8_t code_;
-  std::string format_;
-  std::size_t threads_ = 1;
   hps::CacheTable table_;
 };
 
-// CacheTable.pool_bags of Python, see twin_cache.py. Returns the positions of keys without a row,
+// pool_bags of Python's tables, see twin_cache.py. Returns the positions of keys without a row,
 // None if there are none.
-nb::object pool_bags(const CacheTable& table, const Keys& keys, const std::optional<Keys>& offsets,
+nb::object pool_bags(const RowTable& table, const Keys& keys, const std::optional<Keys>& offsets,
                      const std::optional<Floats>& weights, const std::optional<Floats>& divisors,
                      Rows out, const std::optional<SuppliedRows>& supplied);

@@ -137,10 +137,10 @@ class CacheTable:
         them; then bags without any of these are left unchanged. Returns the positions of keys without a
         row, None if there are none; their bags are undefined. Counts as a use of the keys.
         """
-        return twin_pool.pool_bags(self._fetch_all, keys, offsets, weights, divisors, out, supplied)
+        return twin_pool.pool_bags(self.read_rows, keys, offsets, weights, divisors, out, supplied)
 
-    def _fetch_all(self, keys: KeyArray, vectors: VectorArray) -> NDArray[np.bool_]:
-        """Fetch the rows of all ``keys`` into ``vectors``; return which keys have none."""
+    def read_rows(self, keys: KeyArray, vectors: VectorArray) -> NDArray[np.bool_]:
+        """Read the rows of all ``keys`` into ``vectors``; return which keys have none."""
         versions, source = np.zeros(len(keys), np.uint64), np.zeros(len(keys), np.uint8)
         self.fetch(keys, np.arange(len(keys)), 0, vectors, versions, source)
         return np.equal(source, 0)
@@ -364,12 +364,13 @@ class CacheTable:
 
 
 def gather_all(
-    tables: Mapping[Any, CacheTable],
+    tables: Mapping[Any, Any],
     requests: Sequence[tuple[Any, KeyArray, VectorArray]],
     threads: int = 1,
 ) -> bool:
-    """`CacheTable.gather` for every ``(name of a table, keys, out)``; False if a key has no row, or
-    ``tables`` has no such table. The outs are undefined then."""
+    """`gather` of a `CacheTable` or `MappedTable` for every ``(name of a table, keys, out)``.
+
+    False if a key has no row, or ``tables`` has no such table. The outs are undefined then."""
     held = [tables.get(name) for name, _, _ in requests]
     return all(
         table is not None and table.gather(keys, out)

@@ -158,8 +158,8 @@ class MappedTable:
     """One table of a model version, in a read-only file; see `mapped_format.open_mapped`.
 
     ``sections``: `MappedHeader.sections`. All methods are thread-safe. The compiled twin raises TypeError or
-    ValueError for arrays that do not fit, and RuntimeError once a page of the file could not be read
-    (``is_damaged``); this one does neither."""
+    ValueError for arrays that do not fit. Once a page of its file could not be read (``is_damaged``), its
+    `gather` and `pool_bags` find no row, and other reads raise RuntimeError; this one does neither."""
 
     is_damaged = False
 
@@ -240,9 +240,10 @@ class MappedTable:
         supplied: tuple[IndexArray, VectorArray] | None = None,
     ) -> IndexArray | None:
         """See `CacheTable.pool_bags`. Absent and overridden keys have no row."""
-        return twin_pool.pool_bags(self._fetch_all, keys, offsets, weights, divisors, out, supplied)
+        return twin_pool.pool_bags(self.read_rows, keys, offsets, weights, divisors, out, supplied)
 
-    def _fetch_all(self, keys: KeyArray, vectors: VectorArray) -> NDArray[np.bool_]:
+    def read_rows(self, keys: KeyArray, vectors: VectorArray) -> NDArray[np.bool_]:
+        """Read the rows of all ``keys`` into ``vectors``; return which keys have none."""
         source = np.zeros(len(keys), np.uint8)
         self.fetch(keys, np.arange(len(keys)), vectors, np.zeros(len(keys), np.uint64), source)
         return np.equal(source, 0)

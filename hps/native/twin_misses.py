@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.native.twin_cache import CacheTable
+from hps.native.twin_mapped import MappedTable
 from hps.types import KeyArray
 
 UNANSWERED = 255
@@ -25,7 +26,7 @@ class WorkerPool:
 
 
 def gather_misses(
-    tables: Sequence[CacheTable | None],
+    tables: Sequence[CacheTable | MappedTable | None],
     bases: NDArray[np.uint32],
     keys: KeyArray,
     positions: NDArray[np.uint32],
@@ -76,7 +77,7 @@ def copy_keys(
 
 
 def _gather_part(
-    table: Any,
+    table: CacheTable | MappedTable,
     keys: KeyArray,
     places: NDArray[np.int64],
     rows: NDArray[np.uint8],
@@ -86,8 +87,6 @@ def _gather_part(
     """Gather the rows of ``keys (n,)`` to ``rows[places]``, and set their ``sources``."""
     n, like = len(keys), table.like
     out = np.zeros((n, *like.shape[1:]), like.dtype)
-    found = np.zeros(n, np.uint8)
-    table.fetch(keys, np.arange(n), 0, out, np.zeros(n, np.uint64), found)
-    has_row = found != 0
+    has_row = ~table.read_rows(keys, out)
     rows[places[has_row], : out.itemsize * out.shape[1]] = out[has_row].view(np.uint8)
     sources[places[has_row]] = code

@@ -45,6 +45,26 @@ MappedTable::~MappedTable() {
   guard_.reset();
 }
 
+std::size_t MappedTable::gather_each(const std::int64_t* keys, const std::uint32_t* places,
+                                     std::size_t n, const EachOutput& output) const {
+  const std::size_t unanswered = read_.gather_each(view_, keys, places, n, output);
+  if (!is_damaged()) return unanswered;
+  for (std::size_t i = 0; i < n; ++i) output.sources[places[i]] = output.absent;
+  return n;
+}
+
+std::size_t MappedTable::pool(const PoolRequest& request, std::int64_t* left) const {
+  const std::size_t unanswered = read_.pool(view_, request, left);
+  if (!is_damaged()) return unanswered;
+  const auto begin_of = [&](std::size_t bag) {
+    return request.offsets != nullptr ? request.offsets[bag]
+                                      : static_cast<std::int64_t>(bag) * request.hotness;
+  };
+  std::size_t n = 0;
+  for (std::int64_t at = begin_of(request.first); at < begin_of(request.last); ++at) left[n++] = at;
+  return n;
+}
+
 std::size_t MappedTable::override_keys(const std::int64_t* keys, std::size_t n) {
   std::unique_ptr<std::int64_t[]> positions(new std::int64_t[n]);
   read_.find(view_, keys, n, positions.get());

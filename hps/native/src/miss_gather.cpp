@@ -33,7 +33,7 @@ struct Piece {
 
 std::size_t gather_group(const MissList& list, std::size_t part, const std::int64_t* keys,
                          const std::uint32_t* order, std::size_t n) {
-  const CacheTable* table = list.parts[part].table;
+  const RowReader* table = list.parts[part].table;
   std::size_t unanswered = n;
   if (table != nullptr) {
     unanswered = table->gather_each(keys, order, n,

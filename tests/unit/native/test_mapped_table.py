@@ -16,7 +16,7 @@ from hps.errors import ModelError
 from hps.models.mapped_file import MappedOptions, write_mapped
 from hps.models.tables import open_table
 from hps.native import _core as native
-from hps.native import mapped_format, twin_mapped
+from hps.native import mapped_format, twin_cache, twin_mapped, twin_misses
 from hps.native.mapped_format import HEADER, HEADER_BYTES, open_mapped, read_header
 
 KEY = st.integers(-(2**63), 2**63 - 1) | st.sampled_from([0, -1, 2**63 - 1, -(2**63)])
@@ -198,6 +198,87 @@ def test_a_read_only_bitmap_is_read_and_not_written(folder):
         open_mapped(path, VERSION, CODE, np.zeros(3, np.uint64))
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(0, 700), max_size=40), max_size=20),
+    ROW,
+    KERNELS,
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+def test_both_twins_pool_bags_alike(folder, bags, row, kernels, weighted, averaged, seed):
+    dim, dtype = row
+    path = folder / f"bags-{dim}" / "mapped"
+    if not path.exists():
+        written(path.parent, np.arange(600), dim, dtype=dtype)
+    random = np.random.default_rng(seed)
+    keys = np.array([key for bag in bags for key in bag], np.int64)
+    offsets = np.cumsum([0, *map(len, bags)])
+    weights = random.random(len(keys), np.float32) if weighted else None
+    divisors = random.integers(0, 4, len(bags)).astype(np.float32) if averaged else None
+    answers = []
+    for table in (
+        open_mapped(path, VERSION, CODE, bitmap_for(path), kernels).table,
+        open_twin(path, bitmap_for(path)),
+    ):
+        table.override_keys(np.arange(500, 550))
+        out = np.full((len(bags), dim), 3, dtype)
+        missing = table.pool_bags(keys, offsets, weights, divisors, out)
+        expected = np.flatnonzero((keys >= 600) | (keys >= 500) & (keys < 550))
+        assert ([] if missing is None else missing.tolist()) == expected.tolist()
+        if missing is not None:
+            supplied = missing, vectors(missing, dim).astype(dtype)
+            assert table.pool_bags(keys, offsets, weights, divisors, out, supplied) is None
+        answers.append(out)
+    assert (answers[0].view(np.uint8) == answers[1].view(np.uint8)).all()
+
+
+def test_a_long_bag_is_pooled_as_a_whole(folder):
+    path = written(folder / "long", np.arange(9000), 16)
+    keys = np.concatenate([np.arange(7000), np.arange(10)])
+    offsets = np.array([0, 0, 3, 6990, 6990, 7010])
+    outs = []
+    for table in (open_mapped(path, VERSION, CODE).table, open_twin(path)):
+        outs.append(np.empty((5, 16), np.float32))
+        assert table.pool_bags(keys, offsets, None, None, outs[-1]) is None
+    assert (outs[0] == outs[1]).all()
+
+
+@pytest.mark.parametrize("core", [native, None], ids=["native", "twins"])
+def test_gathers_of_several_tables_take_both_kinds(folder, core):
+    path = written(folder / "kinds", np.arange(5000))
+    like = np.empty((0, 3), np.float32)
+    opened = open_twin if core is None else lambda *a: open_mapped(a[0], VERSION, CODE, a[1]).table
+    cache_of, gather_all, gather_misses = (
+        (twin_cache.CacheTable, twin_cache.gather_all, twin_misses.gather_misses)
+        if core is None
+        else (core.CacheTable, core.gather_all, core.gather_misses)
+    )
+    mapped, cache = opened(path, bitmap_for(path)), cache_of(100, like, "lru", 2)
+    few = np.arange(50)
+    cache.write(few, vectors(few, 3) + 1000, np.ones(50, np.uint64), 0, False)
+    keys, tables = np.random.default_rng(1).integers(0, 5000, 20_000), {"m": mapped, "c": cache}
+    outs = np.empty((len(keys), 3), np.float32), np.empty((50, 3), np.float32)
+    assert gather_all(tables, [("m", keys, outs[0]), ("c", few, outs[1])], 2)
+    assert (outs[0] == vectors(keys, 3)).all()
+    assert (outs[1] == vectors(few, 3) + 1000).all()
+    mapped.override_keys(np.array([7]))
+    assert not gather_all(tables, [("m", np.array([6, 7]), outs[0][:2])])
+    both = np.concatenate([np.array([6, 7, 5001]), few[:3]])
+    rows, sources = np.zeros((6, 16), np.uint8), np.zeros(6, np.uint8)
+    counts = np.zeros((2, 2), np.uint32)
+    left = gather_misses(
+        [mapped, cache], np.array([0, 3], np.uint32), both, np.arange(6, dtype=np.uint32),
+        rows, sources, CODE, counts,
+    )  # fmt: skip
+    assert left == 2
+    assert sources.tolist() == [CODE, 255, 255, CODE, CODE, CODE]
+    assert counts.tolist() == [[3, 1], [3, 3]]
+    assert (rows[0, :12].view(np.float32) == vectors([6], 3)[0]).all()
+    assert (rows[3:, :12].copy().view(np.float32) == vectors(few[:3], 3) + 1000).all()
+
+
 def test_readers_see_an_override_once_it_has_returned(folder):
     keys = np.random.default_rng(5).permutation(20_000)
     path = written(folder / "concurrent", keys)
@@ -307,8 +388,11 @@ table = open_mapped(path, 1, 2).table
 if sys.argv[2] == "after": faulthandler.enable(); other = open_mapped(path, 1, 2)
 os.truncate(path, 8192)
 keys = np.arange(20_000)
+out = np.empty((len(keys), 3), np.float32)
+unpooled = table.pool_bags(keys, None, None, None, out)
+print("gathered", table.gather(keys, out), unpooled.tolist() == keys.tolist())
 try:
-    table.gather(keys, np.empty((len(keys), 3), np.float32))
+    table.fetch(keys, keys, out, np.zeros(len(keys), np.uint64), np.zeros(len(keys), np.uint8))
 except RuntimeError as error:
     print("raised", error, table.is_damaged, flush=True)
 try:
@@ -339,7 +423,7 @@ def test_a_file_that_is_cut_short_does_not_end_the_process(tmp_path, faulthandle
         check=False,
     )
     assert "raised the mapped file could not be read" in done.stdout
-    assert "True" in done.stdout
+    assert "gathered False True" in done.stdout
     assert "again" in done.stdout
     if then == "end":
         assert done.returncode == 0, done.stderr

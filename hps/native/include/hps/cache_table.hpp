@@ -11,6 +11,7 @@
 #include "hps/cache_layout.hpp"
 #include "hps/cache_read.hpp"
 #include "hps/memory.hpp"
+#include "hps/row_reader.hpp"
 
 namespace hps {
 
@@ -34,7 +35,7 @@ struct CacheWrite {
 };
 
 // Any number of threads may read in parallel; writers are serialized.
-class CacheTable {
+class CacheTable final : public RowReader {
  public:
   // Throws std::invalid_argument if capacity or row_bytes is out of range, std::bad_alloc if memory
   // is exhausted.
@@ -54,11 +55,11 @@ class CacheTable {
   static std::uint64_t bytes_for(std::uint64_t capacity, std::size_t row_bytes);
 
   // Reads: see ReadKernels.
-  bool gather(const std::int64_t* keys, std::size_t n, std::uint8_t* out) const {
+  bool gather(const std::int64_t* keys, std::size_t n, std::uint8_t* out) const override {
     return read_.gather(view_, keys, n, out);
   }
   std::size_t gather_each(const std::int64_t* keys, const std::uint32_t* places, std::size_t n,
-                          const EachOutput& output) const {
+                          const EachOutput& output) const override {
     return read_.gather_each(view_, keys, places, n, output);
   }
   std::size_t fetch(const std::int64_t* keys, const std::int64_t* missing, std::size_t m,
@@ -66,9 +67,11 @@ class CacheTable {
                     std::int64_t* left) const {
     return read_.fetch(view_, keys, missing, m, oldest_tombstone, output, left);
   }
-  std::size_t pool(const PoolRequest& request, std::int64_t* left) const {
+  std::size_t pool(const PoolRequest& request, std::int64_t* left) const override {
     return read_.pool(view_, request, left);
   }
+
+  std::size_t row_bytes() const override { return view_.row_bytes; }
 
   // Writes key by key; a key whose version is below the one held is skipped. An absent key takes a
   // free row; in a full table the coldest row of a sample is evicted for it. An inserted row counts

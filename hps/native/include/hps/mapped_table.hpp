@@ -10,6 +10,7 @@
 
 #include "hps/bus_errors.hpp"
 #include "hps/mapped_read.hpp"
+#include "hps/row_reader.hpp"
 
 namespace hps {
 
@@ -20,18 +21,27 @@ struct MappedSections {
 };
 
 // Any number of threads may call every method.
-class MappedTable {
+class MappedTable final : public RowReader {
  public:
   // Maps `file`, which may be closed afterwards. `parts` cover all rows. `overridden`: see
   // MappedView; outlives the table. Throws std::bad_alloc if the file cannot be mapped.
   MappedTable(int file, const MappedSections& sections, std::vector<IndexPart> parts,
               std::size_t row_bytes, std::uint64_t* overridden, const MappedKernels& read);
-  ~MappedTable();
+  ~MappedTable() override;
   MappedTable(const MappedTable&) = delete;
   MappedTable& operator=(const MappedTable&) = delete;
 
   const MappedView& view() const { return view_; }
   const MappedKernels& read() const { return read_; }
+
+  // Reads of a damaged table find no row.
+  bool gather(const std::int64_t* keys, std::size_t n, std::uint8_t* out) const override {
+    return read_.gather(view_, keys, n, out) && !is_damaged();
+  }
+  std::size_t gather_each(const std::int64_t* keys, const std::uint32_t* places, std::size_t n,
+                          const EachOutput& output) const override;
+  std::size_t pool(const PoolRequest& request, std::int64_t* left) const override;
+  std::size_t row_bytes() const override { return view_.row_bytes; }
 
   // True once a page could not be read. Answers since then are not to be trusted.
   bool is_damaged() const { return damaged_.load(std::memory_order_seq_cst); }

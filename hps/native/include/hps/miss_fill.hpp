@@ -14,8 +14,8 @@ namespace hps {
 
 // Keys of one feature in a fetch: `count` of them, from the feature's key number `first` on.
 struct FillPart {
-  const CacheTable* table;  // null: no row is found
-  std::uint32_t base;       // the position of the first key in the fetch; bases ascend
+  const RowReader* table;  // null: no row is found
+  std::uint32_t base;      // the position of the first key in the fetch; bases ascend
   std::uint32_t first, count, hotness, feature;
   std::uint32_t* used;  // receives the number of keys to fetch, the first ones of the part
 };

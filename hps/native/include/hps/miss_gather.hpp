@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "hps/cache_table.hpp"
 #include "hps/chunked_work.hpp"
+#include "hps/row_reader.hpp"
 #include "hps/worker_pool.hpp"
 
 namespace hps {
@@ -16,7 +16,7 @@ namespace hps {
 // One part of a batch: the keys of one table. The part's first key has the position `base` in the
 // batch; bases ascend.
 struct MissPart {
-  const CacheTable* table;   // null: no row is found
+  const RowReader* table;    // null: no row is found
   const std::int64_t* keys;  // (n,), or null if MissList::keys is set
   std::uint32_t base;
 };
