@@ -111,7 +111,9 @@ def _many(count: int, report: Report) -> None:
         tables = [{"name": f"t{i}", "dim": 8} for i in range(count)]
         spec = ModelSpec.model_validate({"name": "m", "tables": tables})
         keys, rows = np.arange(100), np.ones((100, 8), np.float32)
-        write_version(folder / "models", spec, 1, {t["name"]: (keys, rows) for t in tables})
+        write_version(
+            folder / "models", spec, 1, {t["name"]: (keys, rows) for t in tables}, mapped=False
+        )
         first = _alone(_start, folder / "models", folder / "db", 0)
         after = _alone(_start, folder / "models", folder / "db", 0)
     report.values["tables_next_start_s"] = after["s"]
@@ -130,7 +132,7 @@ def _write(root: Path, rows: int, seed: int) -> None:
         (keys[i : i + _CHUNK], rng.random((len(keys[i : i + _CHUNK]), DIM), np.float32))
         for i in range(0, rows, _CHUNK)
     )
-    write_version(root, spec, 1, {"t": chunks})
+    write_version(root, spec, 1, {"t": chunks}, mapped=False)
 
 
 def _load(folder: Path, name: str) -> dict[str, float]:

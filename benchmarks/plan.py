@@ -68,7 +68,7 @@ def run(options: Options) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         rows = np.unique(keys)
         vectors = np.random.default_rng(options.seed).random((len(rows), DIM), np.float32)
-        write_version(Path(folder) / "models", SPEC, 1, {TABLE: (rows, vectors)})
+        write_version(Path(folder) / "models", SPEC, 1, {TABLE: (rows, vectors)}, mapped=False)
         model = model_of_repository(Repository(Path(folder) / "models"), None)
         hit_rates(report, model, keys, half)
         latency(report, model, keys, half, folder, 2 if options.quick else 7)

@@ -32,7 +32,7 @@ from hps.updates.gpu_promotion import GpuPromotion
 from hps.updates.hot_key_snapshot import HotKeySnapshots, hot_keys_at_start
 
 log = logging.getLogger(__name__)
-# Of mapped tables, filled before the node is ready: within a fraction of a second.
+# Rows of mapped tables that fill the caches before the node is ready, in a fraction of a second.
 _FIRST_BYTES = 64 << 20
 
 
@@ -137,8 +137,8 @@ class NodeCaches:
     def fill(self, progress: Progress) -> None:
         """Fill the caches from the hot key snapshot, or else from the start of the files.
 
-        For mapped tables, all but the first ``_FIRST_BYTES`` are filled in the background: their size must
-        not delay the start."""
+        Of mapped tables, only the first ``_FIRST_BYTES`` are filled so: their size must delay no start, nor
+        decide how much memory it takes. Hot rows of the others are read in the background."""
         warming = CacheWarmup(self._writer, progress)
         later: list[FillStep] = []
         first = _FIRST_BYTES
@@ -152,33 +152,26 @@ class NodeCaches:
                 )
                 first -= rows * table.row_bytes
                 if first < 0 and self._stores.is_mapped(table):
-                    later += self._fill_later(table, files, rows)
+                    later += self._fill_later(table, rows)
                     continue
-                version = self._stores.version_of_rows(table)
-                self._fill_table(warming, table, files, rows, version)
+                self._fill_table(warming, table, files, rows)
         if later:
             self._resources.callback(BackgroundWarmup(self._writer, later).close)
 
-    def _fill_later(
-        self, table: EmbeddingTable, files: TableFiles, rows: int
-    ) -> Iterator[FillStep]:
-        """Yield the steps that fill a mapped table: its hot rows are read from the disk first.
+    def _fill_later(self, table: EmbeddingTable, rows: int) -> Iterator[FillStep]:
+        """Yield the steps that fill a mapped table with its hot rows, which are read from the disk first.
 
         Rows come from the stores, which streams may change meanwhile."""
-        if (hot := self._hot.get(table.id)) is not None:
+        hot = self._hot.get(table.id)
+        if hot is not None and len(hot[0]):
             yield lambda _warming: self._stores.populate(table, hot[0])
-        if rows:
-            yield lambda warming: self._fill_table(warming, table, files, rows, None)
+            if rows:
+                yield lambda warming: self._fill_hottest(warming, table, hot[0][:rows])
 
     def _fill_table(
-        self,
-        warming: CacheWarmup,
-        table: EmbeddingTable,
-        files: TableFiles,
-        rows: int,
-        version: int | None,
+        self, warming: CacheWarmup, table: EmbeddingTable, files: TableFiles, rows: int
     ) -> None:
-        """Fill ``rows`` rows of a table; ``version``: see `CacheWarmup.fill`."""
+        version = self._stores.version_of_rows(table)
         hot = self._hot.get(table.id) if rows else None
         if hot is None or not len(hot[0]) or (version is not None and rows == files.rows):
             warming.fill(table, files.keys(0, rows), files.vectors, version)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.models.version_writer import write_version
-from hps.tiers.rocksdb import RocksDbTier
+from hps.tiers.mapped import MappedTier
 from hps.types import EmbeddingTable
 from hps.updates.topics import native_topic
 from tests.support.crash_run import judge_store
@@ -65,6 +65,6 @@ def test_rows_lost_from_log_are_read_again_from_kafka(tmp_path):
         node = start(name)
         assert "acknowledged writes are missing from the write-ahead log" in node.log.read_text()
         node.close()
-        store = RocksDbTier(database)
+        store = MappedTier(database)
         judge_store(name, stream, store, table)
         store.close()

@@ -63,6 +63,7 @@ def import_model(
         metadata={"source": plan.source.name, "format": plan.format, **settings.metadata},
         replace=settings.replace,
         replace_spec=settings.replace_spec,
+        mapped=True,
     )
 
 

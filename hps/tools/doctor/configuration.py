@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hps.models.mapped_file import MAPPED_FILE
 from hps.tools.doctor.check import DoctorCheck, attempt, catch_errors
 from hps.tools.doctor.lookups import lookup_nodes
 from hps.tools.doctor.memory import memory
@@ -87,7 +88,7 @@ def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[Doct
     if own:
         yield attempt("folders", partial(_folders, settings))
     if own and settings.tiers.rocksdb.enabled:
-        yield rocksdb(settings.tiers.rocksdb, total)
+        yield rocksdb(settings.tiers.rocksdb, total - _mapped_bytes(settings, versions))
     if settings.tiers.redis is not None:
         yield from catch_errors("Redis", redis(settings.tiers.redis, tables))
     if settings.updates.kafka is not None:
@@ -95,6 +96,14 @@ def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[Doct
         yield from catch_errors("Kafka", found)
     if own and settings.updates.directory is not None:
         yield directory(settings.updates.directory)
+
+
+def _mapped_bytes(settings: Settings, versions: Sequence[ModelVersion]) -> int:
+    """Bytes of the rows that need no room in RocksDB, because they are in mapped files."""
+    if not settings.tiers.mapped.enabled or settings.tiers.rocksdb.layout != "native":
+        return 0
+    files = (files for version in versions for files in version.tables.values())
+    return sum(each.bytes for each in files if (each.folder / MAPPED_FILE).exists())
 
 
 def _folders(settings: Settings) -> DoctorCheck:

@@ -20,6 +20,7 @@ from hps.errors import BadRequest, ConfigError, HpsError, ModelError, NotFound, 
 from hps.models.version_writer import write_version
 from hps.observability.metric_names import LOOKUP_SHARED
 from hps.tiers.base import FetchContext, Part
+from hps.tiers.mapped.tier import MappedFigures
 from hps.tiers.rocksdb import RocksDbTier
 from hps.tiers.rocksdb.write_throttle import StoreFigures
 from hps.types import JaggedKeys, LookupRequest, PredictRequest, Source, version_now
@@ -541,7 +542,9 @@ def test_lookup_with_an_expired_timeout_raises_deadline_exceeded(opened):
 def test_status(opened):
     status = json.loads(json.dumps(opened.status()))
     assert status["version"] == hps.__version__
-    figures = {field.name for field in dataclasses.fields(StoreFigures)}
+    figures = {
+        field.name for kind in (StoreFigures, MappedFigures) for field in dataclasses.fields(kind)
+    }
     reported = [{k: v for k, v in tier.items() if k not in figures} for tier in status["tiers"]]
     assert reported == [
         {"name": "cpu", "kind": "cache", "volatile": True, "shared": False, "circuit": "closed"},
@@ -652,7 +655,8 @@ def test_database_loaded_by_another_program_is_served_unchanged(folder):
 def test_rows_of_another_dim_are_rejected_at_start(folder, layout, load):
     """Detected only at a lookup, they would open the circuit breaker for every table of the node."""
     db = {"path": str(folder / "db"), "layout": layout}
-    hps.open(settings(folder, tiers={"rocksdb": db})).close()
+    off = {"enabled": False}
+    hps.open(settings(folder, tiers={"rocksdb": db, "mapped": off})).close()
     wide = TableSpec(name="users", dim=8)
     write_version(
         folder / "models",
@@ -665,7 +669,7 @@ def test_rows_of_another_dim_are_rejected_at_start(folder, layout, load):
     with pytest.raises(
         TierError, match=r"clicks/1/users: a stored row has \d+ bytes, expected \d+"
     ):
-        hps.open(settings(folder, tiers={"rocksdb": {**db, "load": load}}))
+        hps.open(settings(folder, tiers={"rocksdb": {**db, "load": load}, "mapped": off}))
 
 
 def test_shared_cache_is_in_status_and_removed_at_close(folder, tmp_path):
