@@ -1,4 +1,4 @@
-"""``hps model``: import, publish, inspect and verify versions of the model repository."""
+"""``hps model``: import, publish, inspect and verify versions of a repository, and serve them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from hps.cli import model_serving
 from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.model_import import IMPORT_EXAMPLES, import_
 from hps.cli.model_publish import INDEX_EXAMPLES, PUBLISH_EXAMPLES, index, publish
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from hps.models.repository import ModelVersion, Repository
 
 app = CommandApp(
-    no_args_is_help=True, help="Import, publish, inspect and verify models of a repository."
+    no_args_is_help=True,
+    help="Import, publish, inspect and verify models of a repository; change what a server serves.",
 )
 
 
@@ -37,6 +39,12 @@ class RepositoryOptions:
 app.command("import", epilog=IMPORT_EXAMPLES)(import_)
 app.command(epilog=PUBLISH_EXAMPLES)(publish)
 app.command(epilog=INDEX_EXAMPLES)(index)
+app.command(epilog=model_serving.LOAD_EXAMPLES)(model_serving.load)
+app.command(epilog=model_serving.UNLOAD_EXAMPLES)(model_serving.unload)
+app.command(epilog=model_serving.LABEL_EXAMPLES)(model_serving.label)
+app.command(epilog=model_serving.SWITCH_EXAMPLES)(model_serving.switch)
+app.command(epilog=model_serving.ROLLBACK_EXAMPLES)(model_serving.rollback)
+app.command("list", epilog=model_serving.LIST_EXAMPLES)(model_serving.list_)
 
 INSPECT_EXAMPLES = """\b
 Examples:

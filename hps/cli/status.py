@@ -118,11 +118,12 @@ def _show(report: dict[str, Any]) -> None:
 def _show_models(models: list[dict[str, Any]]) -> None:
     print_line()
     print_table(
-        ("model", "version", "answers", "tables", "features"),
+        ("model", "version", "names", "answers", "tables", "features"),
         [
             (
                 model["name"],
                 FormattedNumber(model["version"]),
+                ", ".join(_names(model)),
                 _answers(model),
                 count(len(model["tables"])),
                 count(len(model.get("features", ()))),
@@ -130,6 +131,11 @@ def _show_models(models: list[dict[str, Any]]) -> None:
             for model in models
         ],
     )
+
+
+def _names(model: dict[str, Any]) -> list[str]:
+    """Names by which requests get this version."""
+    return [*(["current"] if model.get("current", True) else []), *model.get("labels", ())]
 
 
 def _show_requests(report: dict[str, Any]) -> None:

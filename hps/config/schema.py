@@ -5,7 +5,7 @@ the effective values and their origins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -55,11 +55,32 @@ class TableOverride(StrictModel):
     """Keep the whole table in the GPU cache, read-only; null: as `tiers.gpu.static`."""
 
 
+class VersionPolicy(StrictModel):
+    """The versions of a model that are served at the same time."""
+
+    latest: int = Field(1, ge=1)
+    """The number of highest versions; the highest one answers requests without a version."""
+    specific: list[Annotated[int, Field(ge=1)]] = []
+    """These versions, in place of the highest ones."""
+    all: bool = False
+    """Every version of the repository."""
+
+    def select(self, available: Sequence[int]) -> list[int]:
+        """The versions to serve of the ``available`` ones, which ascend."""
+        if self.all:
+            return list(available)
+        if self.specific:
+            return [each for each in available if each in self.specific]
+        return list(available[-self.latest :])
+
+
 class ModelOverride(StrictModel):
     """Overrides parts of one model's `model.yaml`."""
 
     version: int | None = Field(None, ge=1)
     """The version to serve; default: the highest one in the repository."""
+    versions: VersionPolicy | None = None
+    """The versions served at the same time; null: those of `models.versions`."""
     tables: dict[Name, TableOverride] = {}
     """Overrides by table name."""
     dense: DenseSpec | None = None
@@ -82,6 +103,14 @@ class ModelsSettings(StrictModel):
     """File with an API key of role admin, sent to `peers`."""
     serve: dict[Name, ModelOverride] | None = None
     """The models to serve, with overrides; null: every model of the repository."""
+    versions: VersionPolicy = VersionPolicy()
+    """The versions of each model that are served at the same time."""
+    watch_s: float | None = Field(None, gt=0)
+    """Interval of checks of the repository for new and removed versions; null: it is not watched."""
+    rollback_s: float = Field(300.0, ge=0)
+    """Time for which a replaced version stays in memory for a rollback, at most one of each model."""
+    state: Path | None = None
+    """File with the versions and labels chosen at run time; null: in the folder of RocksDB."""
     control: Literal["admin", "all"] = "admin"
     """Ports that accept `load` and `unload`: those of administration, or all, as Triton's clients expect."""
     catch_up_s: float = Field(60.0, gt=0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -140,6 +140,15 @@ class Repository:
         return sorted(
             int(p.name) for p in folder.iterdir() if re.fullmatch(r"[1-9][0-9]{0,17}", p.name)
         )
+
+    def published(self, name: str) -> dict[int, Hashable]:
+        """The complete versions, those with a manifest, each with a stamp that changes with it."""
+        stamps: dict[int, Hashable] = {}
+        for version in self.versions(name):
+            with suppress(OSError):
+                manifest = (self.root / name / str(version) / FILE_NAME).stat()
+                stamps[version] = manifest.st_mtime_ns, manifest.st_size, manifest.st_ino
+        return stamps
 
     def spec(self, name: str) -> ModelSpec:
         path = self._model_folder(name) / SPEC_FILE

@@ -258,7 +258,7 @@ class _AttachBuilder:
                 answered = time.monotonic()
             silent_s = time.monotonic() - answered
             more_s = silent_s if silent_s > 2 * POLL_EVERY_S else 0.0
-            for model in attached.models.values():
+            for model in attached.models.versions:
                 tables = model.tables.values()
                 model.freshness.judge({each: ages_s.get(each.id, 0.0) + more_s for each in tables})
 

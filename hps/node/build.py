@@ -16,9 +16,11 @@ from hps.config.runtime_folder import with_shared_cache
 from hps.errors import ConfigError
 from hps.node.caches import NodeCaches
 from hps.node.gpu_caches import NodeGpus
-from hps.node.model_control import ModelControl, NodeParts
-from hps.node.model_opening import OpenedModel, open_model, open_versions, watermarks_of
-from hps.node.node import Node, ServedModel
+from hps.node.model_control import ModelControl
+from hps.node.model_opening import OpenedModel, open_model, watermarks_of
+from hps.node.node import Node
+from hps.node.repository_watch import RepositoryWatch
+from hps.node.served_versions import ServedModel, ServedModels
 from hps.node.serving_context import (
     ServingContext,
     freshness_of,
@@ -28,6 +30,10 @@ from hps.node.serving_context import (
 from hps.node.stores import NodeStores
 from hps.node.streams import Limited, UpdateStreams
 from hps.node.tier_status import publish_process, publish_tiers
+from hps.node.version_choice import ChoiceFile, VersionChoice
+from hps.node.version_loader import NodeParts
+from hps.node.version_start import versions_at_start
+from hps.node.version_switcher import VersionSwitcher
 from hps.observability import metric_names as m
 from hps.observability.meters import TierMeter
 from hps.observability.metrics import Metrics
@@ -62,9 +68,11 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
             "server.role is ingest, which answers no lookups; start it by `hps ingest`"
         )
     with ExitStack() as resources:
-        versions = open_versions(configuration, progress=progress)
+        file = ChoiceFile(settings)
+        versions, choices = versions_at_start(configuration, file, progress)
         opened = [open_model(version, settings, resources) for version in versions]
-        builder = _NodeBuilder(settings, opened, progress or NoProgress(), resources)
+        chosen = choices, file
+        builder = _NodeBuilder(settings, opened, chosen, progress or NoProgress(), resources)
         node = builder.node((*configuration.warnings, *(w for v in versions for w in v.warnings)))
         node._resources.push(resources.pop_all())
         return node
@@ -72,17 +80,21 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
 
 
 class _NodeBuilder:
-    """Builds one node part by part; ``resources`` closes the parts in reverse."""
+    """Builds one node part by part; ``resources`` closes the parts in reverse.
+
+    ``chosen``: what is served of each model, and the file that records changes."""
 
     def __init__(
         self,
         settings: Settings,
         opened: list[OpenedModel],
+        chosen: tuple[Mapping[str, VersionChoice], ChoiceFile],
         progress: Progress,
         resources: ExitStack,
     ) -> None:
         self._settings = settings
         self._opened = opened
+        self._choices, self._file = chosen
         self._progress = progress
         self._resources = resources
         self._metrics = Metrics()
@@ -97,21 +109,20 @@ class _NodeBuilder:
         later = self._resources.enter_context(ExitStack())
         stores, caches = self._stores, self._caches
         on_gpu = self._devices.open()  # cheap to check, so before rows are loaded
+        self._check_versions()
         stores.open(self._progress)
         writer = caches.open(on_gpu)
         caches.fill(self._progress)
         serving = self._serving_context()
         served = [self._serve(serving, model) for model in self._opened]
         node = Node(
-            models={model.name: model for model in served},
+            models=ServedModels(served, {n: each.names() for n, each in self._choices.items()}),
             metrics=self._metrics,
             tiers=[*caches.statuses, *stores.statuses],
             workers=serving.lookups,
             warnings=(*warnings, *stores.warnings),
             writer=writer,
-            streams=UpdateStreams(
-                self._tables, self._metrics, self._resources, watermarks_of(self._opened)
-            ),
+            streams=self._open_streams(),
             promotions_into_stores=lambda: stores.promotions_waiting,
             damage=stores.damage,
             not_ready_reason=stores.not_ready_reason,
@@ -119,17 +130,43 @@ class _NodeBuilder:
         )
         self._publish(node, serving)
         self._read_updates(node, writer)
-        attached = AttachedProcesses({model.name: model.version for model in served})
+        names = {name: each.as_json() for name, each in node.models.names.items()}
+        attached = AttachedProcesses([(each.name, each.version) for each in served], names)
         attached.fingerprints.update((m.version.key, m.version.fingerprint) for m in self._opened)
         node.socket = self._open_socket(node, serving, attached)
         parts = NodeParts(
             self._settings, serving, stores, caches, self._devices, self._opened, self._tables
         )
-        node.control = ModelControl(parts, node, attached, later)
-        self._resources.callback(node.control.close)
+        switcher = VersionSwitcher(parts, node, attached, later, self._file, self._choices)
+        self._resources.callback(switcher.close)
+        node.control = control = ModelControl(parts, node, switcher)
+        RepositoryWatch(self._settings, control.repository, control, self._resources)
+        self._resources.callback(
+            switcher.closed.set
+        )  # before the watch ends, which may wait for a load
         node.checkpoints = stores.checkpoints
         node.scheduler = self._devices.scheduler
         return node
+
+    def _check_versions(self) -> None:
+        """Raise ConfigError for several versions of a model where only one can be served."""
+        several = [name for name, each in self._choices.items() if len(each.versions) > 1]
+        if several and self._devices.replicas is not None:
+            raise ConfigError(
+                f"several versions of model '{several[0]}' are to be served (models.versions, or requests to "
+                "this node), and a node with GPU caches (tiers.gpu.use) serves one; choose one, or set "
+                "tiers.gpu.use to 'off'"
+            )
+
+    def _open_streams(self) -> UpdateStreams:
+        """The update streams; they feed the current versions."""
+        current = [
+            each
+            for each in self._opened
+            if self._choices[each.version.name].current == each.version.version
+        ]
+        tables = [table for model in current for table in model.tables.values()]
+        return UpdateStreams(tables, self._metrics, self._resources, watermarks_of(current))
 
     def _serving_context(self) -> ServingContext:
         """Meter the tiers, open the thread pools and bridge the GPU caches to host memory."""
@@ -201,7 +238,7 @@ class _NodeBuilder:
         limit_s = self._settings.updates.max_staleness_s
 
         def limited() -> list[Limited]:
-            models = node.models.values() if limit_s is not None else ()
+            models = node.models.versions if limit_s is not None else ()
             return [(model.freshness, model.tables.values()) for model in models]
 
         streams.watch(limited, min(POLL_EVERY_S, (limit_s or math.inf) / 4))
@@ -221,5 +258,5 @@ class _NodeBuilder:
         publish_tiers(
             metrics,
             node.tiers,
-            lambda: [table for model in node.models.values() for table in model.tables.values()],
+            lambda: [table for model in node.models.versions for table in model.tables.values()],
         )

@@ -33,7 +33,8 @@ from hps.lookup.remote import (
 from hps.lookup.remote.version_vote import VersionVote
 from hps.models.remote import repository_of
 from hps.node.model_opening import OpenedModel, open_model
-from hps.node.served_models import OpenModels, ServedModel
+from hps.node.served_models import OpenModels
+from hps.node.served_versions import ServedModel
 from hps.node.serving_context import make_pipeline, open_dense_pool, open_lookup_pools
 from hps.node.tier_status import publish_process
 from hps.node.version_sync import SYNC_EVERY_S, OpenedVersion, SyncedModels, VersionSync
@@ -64,7 +65,7 @@ class Connected(SyncedModels):
         """Reason why no request can be answered; empty if some can."""
         if unreachable := self._nodes.problem:
             return f"no lookup node is ready (lookup.nodes): {unreachable}"
-        of = [(model.name, model.version) for model in self.models.values()]
+        of = [(model.name, model.version) for model in self.models.versions]
         if any(one in node.models for node in self._ready() for one in of):
             return ""
         failed = "; ".join(f"{token}: {problem}" for token, problem in self._sync.problems.items())
@@ -80,7 +81,11 @@ class Connected(SyncedModels):
         return {**OpenModels.status(self), "lookup_nodes": nodes}
 
     def _node_status(self, target: LookupNode) -> dict[str, Any]:
-        current = {name: n for (name, n), served in target.models.items() if not served.former}
+        current = {
+            name: n
+            for (name, n), served in target.models.items()
+            if not (served.former or served.beside)
+        }
         return {
             "address": target.address,
             "name": target.name,

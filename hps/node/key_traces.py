@@ -6,7 +6,7 @@ from hps.errors import BadRequest, NotFound, Unsupported
 from hps.lookup.engine import LookupEngine
 from hps.lookup.key_recorder import MOST_SECONDS, KeyRecorder
 from hps.lookup.key_sampling import MAX_KEYS
-from hps.node.served_models import ServedModel
+from hps.node.served_versions import ServedModel
 
 FEWEST_KEYS = 1024
 

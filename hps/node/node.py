@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -16,7 +16,8 @@ import numpy as np
 from hps.array_inputs import Features, device_number, flat_keys, tensor
 from hps.errors import BadRequest, NotFound, Unsupported
 from hps.lookup.gpu.device_lookup import DeviceLookup
-from hps.node.served_models import OpenModels, ServedModel, deadline_in
+from hps.node.served_models import OpenModels, deadline_in
+from hps.node.served_versions import ServedModel
 from hps.node.streams import UpdateStreams
 from hps.node.tier_status import hot_keys
 from hps.tiers.node import NodeServer
@@ -44,9 +45,25 @@ class ModelController(Protocol):
 
     def opened_version(self, name: str, version: int) -> ModelVersion: ...
 
-    def load(self, name: str, version: int | None = None) -> int: ...
+    @property
+    def on_change(self) -> list[Callable[[], None]]: ...
 
-    def unload(self, name: str) -> None: ...
+    def load(
+        self,
+        name: str,
+        version: int | None = None,
+        *,
+        labels: Iterable[str] = (),
+        switch: bool = True,
+    ) -> int: ...
+
+    def unload(self, name: str, version: str | int | None = None) -> None: ...
+
+    def label(self, name: str, label: str, version: str | int | None) -> None: ...
+
+    def switch(self, name: str, version: str | int) -> int: ...
+
+    def rollback(self, name: str) -> int: ...
 
 
 @dataclass(slots=True, repr=False, kw_only=True)
@@ -84,6 +101,7 @@ class Node(OpenModels):
         model: str,
         features: Features,
         *,
+        version: str | int | None = None,
         by_table: bool = False,
         want_source: bool = False,
         timeout_s: float | None = None,
@@ -94,7 +112,7 @@ class Node(OpenModels):
         anything with ``__dlpack__``, read after the work on CuPy's current stream. The arrays are complete.
         Several GPUs take turns, unless keys are on one. Raises ``BadRequest`` for a node without a GPU cache,
         or for keys on a GPU without one."""
-        served = self.model(model)
+        served = self.model(model, version)
         served.freshness.require()
         lookups = served.on_devices
         if not lookups:
@@ -141,16 +159,36 @@ class Node(OpenModels):
             found, flat_keys("keys", keys), rows, flat_keys("deleted", deleted)
         )
 
-    def load(self, model: str, version: int | None = None) -> int:
-        """Serve ``version`` of a model of the repository in place of the served one, if any; returns it.
+    def load(
+        self,
+        model: str,
+        version: int | None = None,
+        *,
+        labels: Iterable[str] = (),
+        switch: bool = True,
+    ) -> int:
+        """Serve ``version`` of a model of the repository in place of the current one, if any; returns it.
 
         The version is made ready first; then all requests switch to it, rows and network together.
-        None: the version of the settings, else the highest. Raises as `ModelControl.load`."""
-        return self._controlled().load(model, version)
+        None: the version of the settings, else the highest. ``switch`` False: serve it beside the current
+        one, by its number and ``labels``. Raises as `ModelControl.load`."""
+        return self._controlled().load(model, version, labels=labels, switch=switch)
 
-    def unload(self, model: str) -> None:
-        """Stop serving a model; requests in flight are answered."""
-        self._controlled().unload(model)
+    def unload(self, model: str, version: str | int | None = None) -> None:
+        """Stop serving a model, or one version of it; requests in flight are answered."""
+        self._controlled().unload(model, version)
+
+    def label(self, model: str, label: str, version: str | int | None) -> None:
+        """Give a served version a label, by which requests may name it; None removes the label."""
+        self._controlled().label(model, label, version)
+
+    def switch(self, model: str, version: str | int) -> int:
+        """Make a served version the current one, by its number or label; returns its number."""
+        return self._controlled().switch(model, version)
+
+    def rollback(self, model: str) -> int:
+        """Make the previous version the current one again; returns its number."""
+        return self._controlled().rollback(model)
 
     def checkpoint(self, keep: int = 1) -> Path:
         """Copy the RocksDB while it is served; returns the folder.
@@ -182,7 +220,7 @@ class Node(OpenModels):
 
         With their scores from 255 down, and the features that use the table, with their key offsets.
         Scans whole caches. Raises ``NotFound``."""
-        chosen = list(self.models.values()) if model is None else [self.model(model)]
+        chosen = list(self.models.versions) if model is None else [self.model(model)]
         if table is not None and not any(table in served.tables for served in chosen):
             who = "no model has a" if model is None else f"model '{model}' has no"
             raise NotFound(f"{who} table '{table}'")
@@ -192,7 +230,12 @@ class Node(OpenModels):
                 if table in (None, name):
                     features = served.engine.features.values()
                     asking = {f.input: f.key_offset for f in features if f.table is each}
-                    where = {"model": served.name, "table": name, "features": asking}
+                    where = {
+                        "model": served.name,
+                        "version": served.version,
+                        "table": name,
+                        "features": asking,
+                    }
                     found += [where | hot for hot in hot_keys(each, self.tiers, limit)]
         return found
 

@@ -10,51 +10,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from hps.array_inputs import DeviceKeys, Features, jagged_keys, output_arrays, tensor
-from hps.config.model_schema import ModelSpec
+from hps.array_inputs import Features, output_arrays, tensor
 from hps.errors import BadRequest, NotFound
-from hps.lookup.base import Lookup, features_by_input, keys_by_feature
-from hps.lookup.gpu.device_lookup import DeviceLookup
+from hps.lookup.base import features_by_input
+from hps.node.served_versions import ServedModel, ServedModels, VersionNames
 from hps.node.tier_status import TierStatus, describe_table
 from hps.observability.metrics import Metrics
-from hps.predict.pipeline import InferencePipeline
 from hps.suggestions import hint_for
 from hps.threads import LookupPools
 from hps.types import (
     EmbeddingTable,
-    JaggedKeys,
     LookupRequest,
     LookupResult,
     PredictRequest,
     PredictResult,
 )
-from hps.updates.freshness import FRESH, Freshness
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """One version of a model, ready. ``pipeline`` is None for a model without a network."""
-
-    name: str
-    version: int
-    spec: ModelSpec
-    tables: Mapping[str, EmbeddingTable]
-    engine: Lookup
-    pipeline: InferencePipeline | None = None
-    on_devices: tuple[DeviceLookup, ...] = ()
-    """Lookups whose vectors stay on a GPU, one per GPU."""
-    freshness: Freshness = FRESH
-
-    def keys(
-        self,
-        features: Features,
-        by_table: bool = False,
-        device_keys: DeviceKeys | None = None,
-    ) -> Mapping[str, JaggedKeys]:
-        """Convert a caller's keys; ``device_keys`` those on a device. Raises ``BadRequest`` for keys that are
-        not integers."""
-        keys = jagged_keys(features, device_keys)
-        return keys if by_table else keys_by_feature(keys, self.engine.features)
 
 
 @dataclass(slots=True, repr=False, kw_only=True)
@@ -63,7 +33,8 @@ class OpenModels:
 
     A process forked from the one that opened it must not."""
 
-    models: dict[str, ServedModel]
+    models: ServedModels
+    """The served versions: a mapping of names to current versions, and all of them."""
     metrics: Metrics
     tiers: list[TierStatus]
     workers: LookupPools
@@ -73,25 +44,17 @@ class OpenModels:
     _process: int = field(default_factory=os.getpid)
 
     def __repr__(self) -> str:
-        models = ", ".join(f"{model.name}/{model.version}" for model in self.models.values())
+        models = ", ".join(f"{model.name}/{model.version}" for model in self.models.versions)
         tiers = " > ".join(entry.tier.info.name for entry in self.tiers)
         return f"<hps.{type(self).__name__}: {models}; {tiers}>"
 
     def model(self, name: str, version: str | int | None = None) -> ServedModel:
-        """The served model; ``version`` None or "" means the served one. Raises ``NotFound``."""
-        found = self.models.get(name)
-        if found is None:
-            raise NotFound(f"Request for unknown model: '{name}' is not found")
-        if version not in (None, "") and str(version) != str(found.version):
-            raise NotFound(
-                f"Request for unknown model: '{name}' version {version} is not found; version "
-                f"{found.version} is served"
-            )
-        return found
+        """A served version by its number or a label; None or "": the current one. Raises ``NotFound``."""
+        return self.models.find(name, version)
 
-    def table(self, model: str, table: str) -> EmbeddingTable:
-        """A table of a served model. Raises ``NotFound``."""
-        tables = self.model(model).tables
+    def table(self, model: str, table: str, version: str | int | None = None) -> EmbeddingTable:
+        """A table of a served version. Raises ``NotFound``."""
+        tables = self.model(model, version).tables
         if table not in tables:
             raise NotFound(f"model '{model}' has no table '{table}'{hint_for(table, tables)}")
         return tables[table]
@@ -106,6 +69,7 @@ class OpenModels:
         model: str,
         features: Features,
         *,
+        version: str | int | None = None,
         out: Mapping[str, Any] | None = None,
         by_table: bool = False,
         want_source: bool = False,
@@ -113,10 +77,11 @@ class OpenModels:
     ) -> LookupResult:
         """The vectors of ``features``: any of the model's features, or tables with ``by_table``.
 
+        ``version``: a served version's number or label; None: the current one.
         ``out``: arrays that are written in place: NumPy arrays, or writable tensors on the host with
         ``__dlpack__``, C-contiguous, of the table's dtype and the result's shape."""
         into = None if out is None else output_arrays(out)
-        served = self.model(model)
+        served = self.model(model, version)
         request = LookupRequest(
             served.keys(features, by_table), deadline_in(timeout_s), want_source, into, by_table
         )
@@ -129,13 +94,14 @@ class OpenModels:
         features: Features,
         dense: Mapping[str, Any] | None = None,
         *,
+        version: str | int | None = None,
         top_k: int | None = None,
         outputs: tuple[str, ...] | None = None,
         want_source: bool = False,
         timeout_s: float | None = None,
     ) -> PredictResult:
-        """The model's named outputs for a batch; see ``PredictRequest``."""
-        served = self.model(model)
+        """The model's named outputs for a batch; see ``PredictRequest``. ``version``: as of `lookup`."""
+        served = self.model(model, version)
         pipeline = served.pipeline
         if pipeline is None:
             raise BadRequest(f"model '{model}' has no dense part; use lookup")
@@ -150,19 +116,25 @@ class OpenModels:
         """The models, tiers and queues of this process, ready for JSON."""
         from hps import __version__
 
+        models = self.models  # replaced as a whole by a change
         return {
             "version": __version__,
             "uptime_s": round(time.monotonic() - self._opened, 3),
-            "models": [self._model_status(model) for model in self.models.values()],
+            "models": [self._model_status(model, models.names) for model in models.versions],
             "tiers": [entry.describe() for entry in self.tiers],
             "lookups_waiting": self.workers.waiting,
             "warnings": list(self.warnings),
         }
 
-    def _model_status(self, model: ServedModel) -> dict[str, Any]:
+    def _model_status(
+        self, model: ServedModel, names_by_model: Mapping[str, VersionNames]
+    ) -> dict[str, Any]:
+        names = names_by_model[model.name]
         return {
             "name": model.name,
             "version": model.version,
+            "current": model.version == names.current,
+            "labels": names.labels_of(model.version),
             "dense": model.pipeline is not None,
             "features": list(features_by_input(model.engine.features)),
             "tables": [describe_table(table, self.tiers) for table in model.tables.values()],

@@ -14,7 +14,7 @@ from hps.lookup.base import Lookup
 from hps.lookup.engine import LookupEngine, Promote
 from hps.node.gpu_caches import NodeGpus
 from hps.node.model_opening import OpenedModel
-from hps.node.served_models import ServedModel
+from hps.node.served_versions import ServedModel
 from hps.observability import metric_names as m
 from hps.observability.meters import DenseMeter, LookupMeter
 from hps.observability.metrics import Metrics

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
@@ -67,20 +67,20 @@ class ReplacedVersion:
 class VersionRetirement:
     """Retirement of one node's versions, on a thread.
 
-    Callers of `retire` must hold ``turn``, under which no version is loaded or unloaded; ``served``
-    returns the served version of a model, or None."""
+    Callers of `retire` must hold ``turn``, under which no version is loaded or unloaded; ``needed``
+    returns the versions of a model that are served, or that a rollback would serve."""
 
     def __init__(
         self,
         stores: NodeStores,
         free_caches: Callable[[OpenedModel], None],
-        served: Callable[[str], int | None],
+        needed: Callable[[str], Collection[int]],
         turn: threading.Lock,
     ) -> None:
         """``free_caches`` removes a model's tables from the caches, and its metrics."""
         self._stores = stores
         self._free_caches = free_caches
-        self._served = served
+        self._needed = needed
         self._turn = turn
         # In the order of replacement; without those whose rows are no longer in RocksDB.
         self._replaced: list[ReplacedVersion] = []
@@ -130,13 +130,13 @@ class VersionRetirement:
     def _drop_old_rows(self, name: str) -> None:
         """Drop the rows of old versions from RocksDB, except those of versions that may still be needed.
 
-        Kept are the served version, the one before it, and any that requests use."""
+        Kept are the served versions, the one before them, and any that requests use."""
         replaced = [each for each in self._replaced if each.name == name]
         in_use = {each.version for each in self._in_use if each.name == name}
         for each in replaced[:-1]:
             if each.version in in_use:
                 continue
-            if each.version not in (self._served(name), replaced[-1].version):
+            if each.version not in (*self._needed(name), replaced[-1].version):
                 try:
                     self._stores.remove(each.model, drop=True)
                 except HpsError as error:

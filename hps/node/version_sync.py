@@ -10,13 +10,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hps.errors import TierError, Unavailable, Unsupported
-from hps.node.served_models import OpenModels, ServedModel
+from hps.node.served_models import OpenModels
+from hps.node.served_versions import ServedModel, ServedModels, VersionNames
 from hps.node.version_retirement import LastRequest
 
 log = logging.getLogger(__name__)
@@ -42,11 +43,20 @@ class VersionSource(Protocol):
     def report_versions(self, report: Any, deadline: float) -> Any:
         """Report this process's versions (`hps.tiers.node.AttachedProcesses`); returns what to serve.
 
-        The answer has ``(model, version, token)``: ``serve`` these, and have those of ``open`` ready.
+        The answer has ``(model, version, token)``: ``serve`` these, and have those of ``open`` ready;
+        ``names`` by model (`VersionNames.as_json`); and ``revision``, the number of the last change.
         Raises TierError or Unavailable."""
         ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _ServedTokens:
+    """What is served of one model: its versions' tokens, and their names."""
+
+    tokens: tuple[str, ...]
+    names: VersionNames
 
 
 class VersionSync:
@@ -60,20 +70,31 @@ class VersionSync:
     ) -> None:
         self.checks: list[Callable[[ServedModel], None]] = []
         """Called with each opened version; raise an error to reject it."""
-        self.use: Callable[[dict[str, ServedModel]], None] = lambda _models: None
-        """Called with the models to serve, by name."""
+        self.use: Callable[[ServedModels], None] = lambda _models: None
+        """Called with the versions to serve."""
         self._connections = connections
         self._open_version = open_version
         self._opened: dict[str, OpenedVersion] = {}  # by token, as the dictionaries below
-        self._served: dict[str, str] = {}  # tokens by model
+        self._served: dict[str, _ServedTokens] = {}  # by model
+        self._revision = 0
         self._retiring: dict[str, tuple[LastRequest, Callable[[], None]]] = {}
         self._failed: dict[str, tuple[Exception, float]] = {}
         self._lock = threading.Lock()
 
     @property
-    def models(self) -> dict[str, ServedModel]:
-        """Served models by name."""
-        return {name: self._opened[token].served for name, token in self._served.items()}
+    def models(self) -> ServedModels:
+        """The served versions."""
+        return self._models_of(self._served)
+
+    def _models_of(self, served: Mapping[str, _ServedTokens]) -> ServedModels:
+        return ServedModels(
+            [self._opened[token].served for each in served.values() for token in each.tokens],
+            {name: each.names for name, each in served.items()},
+        )
+
+    @property
+    def _served_tokens(self) -> list[str]:
+        return [token for each in self._served.values() for token in each.tokens]
 
     @property
     def problems(self) -> dict[str, str]:
@@ -111,15 +132,17 @@ class VersionSync:
             for token, (name, version) in wanted.items():
                 if token not in self._opened:
                     self._open(token, name, version)
-            self._serve({name: token for name, _, token in answer["serve"]})
-            self._free(keep={*wanted, *self._served.values()})
+            self._serve(answer)
+            self._free(keep={*wanted, *self._served_tokens})
 
     def _report(self, *, leaves: bool = False) -> Any:
         return self._connections.report_versions(
             {
                 "process": os.getpid(),
                 "holds": [*self._opened, *self._retiring],
-                "serves": [*self._served.values()],
+                "serves": self._served_tokens,
+                "current": {name: each.names.current for name, each in self._served.items()},
+                "revision": self._revision,
                 "failed": {
                     token: (isinstance(error, Unsupported), str(error))
                     for token, (error, _) in self._failed.items()
@@ -149,20 +172,30 @@ class VersionSync:
             self._failed.pop(token, None)
             self._opened[token] = opened
 
-    def _serve(self, wanted: dict[str, str]) -> None:
-        """Serve these tokens, by model; where one could not be opened, keep the served version."""
-        known = {
-            name: token if token in self._opened else self._served.get(name)
-            for name, token in wanted.items()
-        }
-        serve = {name: token for name, token in known.items() if token is not None}
+    def _serve(self, answer: Mapping[str, Any]) -> None:
+        """Serve the versions of the answer; of a model with one that could not be opened, the former ones."""
+        wanted: dict[str, list[str]] = {}
+        for name, _, token in answer["serve"]:
+            wanted.setdefault(name, []).append(token)
+        serve: dict[str, _ServedTokens] = {}
+        complete = True
+        for name, tokens in wanted.items():
+            if all(token in self._opened for token in tokens):
+                names = VersionNames.from_json(answer["names"][name])
+                serve[name] = _ServedTokens(tuple(tokens), names)
+                continue
+            complete = False
+            if name in self._served:
+                serve[name] = self._served[name]
         if serve != self._served:
-            self.use({name: self._opened[token].served for name, token in serve.items()})
-            for name, token in serve.items():
-                if token != self._served.get(name):
-                    version = self._opened[token].served.version
-                    log.info("model %s: version %d is served", name, version)
+            self.use(self._models_of(serve))
+            for name, each in serve.items():
+                current = each.names.current
+                if name not in self._served or current != self._served[name].names.current:
+                    log.info("model %s: version %d is served", name, current)
             self._served = serve
+        if complete:
+            self._revision = answer["revision"]
 
     def _free(self, keep: set[str]) -> None:
         """Free versions that are not in ``keep``, once nothing refers to their lookups."""
@@ -194,7 +227,7 @@ class SyncedModels(OpenModels):
         """Run ``check`` on versions before they are served here; an error fails their load."""
         self._sync.checks.append(check)
 
-    def _use(self, models: dict[str, ServedModel]) -> None:
+    def _use(self, models: ServedModels) -> None:
         self.models = models
         for changed in self._watchers:
             changed()

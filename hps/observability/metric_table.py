@@ -132,7 +132,10 @@ _REQUESTS = (
 )
 
 _MODELS = (
-    MetricSpec(m.MODEL_VERSION, "gauge", ("model",), "Served version of the model."),
+    MetricSpec(m.MODEL_VERSION, "gauge", ("model",), "Current version of the model."),
+    MetricSpec(m.MODEL_SERVED, "gauge", ("model", "version"), "Served versions; 1: current."),
+    MetricSpec(m.MODEL_LABEL, "gauge", ("model", "label"), "Version with this label."),
+    MetricSpec(m.MODEL_SWITCHES, "counter", ("model", "reason"), "Changes of the current version."),
     MetricSpec(
         m.MODEL_LOADS,
         "counter",

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12hps/v1/admin.proto\x12\x06hps.v1\x1a\x1cgoogle/protobuf/struct.proto\"\\\n\x0cWriteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0f\n\x07vectors\x18\x04 \x01(\x0c\x12\x0f\n\x07\x64\x65leted\x18\x05 \x01(\x0c\"B\n\rWriteResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0f\n\x07written\x18\x02 \x01(\x03\x12\x0f\n\x07\x64\x65leted\x18\x03 \x01(\x03\"\x16\n\x14UpdatesStatusRequest\"\x16\n\x05Group\x12\r\n\x05group\x18\x01 \x01(\t\"N\n\x0bSeekRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05topic\x18\x02 \x01(\t\x12\x11\n\tpartition\x18\x03 \x01(\x05\x12\x0e\n\x06offset\x18\x04 \x01(\x03\"6\n\rUpdatesStatus\x12%\n\x07updates\x18\x01 \x03(\x0b\x32\x14.hps.v1.UpdateStream\"\xd0\x01\n\x0cUpdateStream\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x0e\n\x06stores\x18\x05 \x03(\t\x12\x0e\n\x06\x63\x61\x63hes\x18\x06 \x01(\x08\x12\x10\n\x03lag\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12%\n\npartitions\x18\x08 \x03(\x0b\x32\x11.hps.v1.Partition\x12 \n\x06tables\x18\t \x03(\x0b\x32\x10.hps.v1.TableAgeB\x06\n\x04_lag\"7\n\x08TableAge\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\"G\n\tPartition\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x11\n\tpartition\x18\x02 \x01(\x05\x12\x10\n\x03lag\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x06\n\x04_lag\"\x0f\n\rStatusRequest\"9\n\x0eStatusResponse\x12\'\n\x06status\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\"\x0f\n\rModelsRequest\"5\n\x0eModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.hps.v1.ServedModel\"2\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\"5\n\x11LoadModelResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0f\n\x07warning\x18\x02 \x01(\t\"#\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x15\n\x13UnloadModelResponse\"r\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\r\n\x05\x64\x65nse\x18\x03 \x01(\x08\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x03(\t\x12#\n\x06tables\x18\x05 \x03(\x0b\x32\x13.hps.v1.ServedTable\"\x90\x03\n\x0bServedTable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\x05\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x13\n\x0bmiss_policy\x18\x04 \x01(\t\x12+\n\x04rows\x18\x05 \x03(\x0b\x32\x1d.hps.v1.ServedTable.RowsEntry\x12<\n\rcapacity_rows\x18\x06 \x03(\x0b\x32%.hps.v1.ServedTable.CapacityRowsEntry\x12-\n\x05\x62ytes\x18\x07 \x03(\x0b\x32\x1e.hps.v1.ServedTable.BytesEntry\x12\x18\n\x10rows_approximate\x18\x08 \x03(\t\x1a+\n\tRowsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x33\n\x11\x43\x61pacityRowsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a,\n\nBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x32\x91\x02\n\x07Updates\x12\x34\n\x05Write\x12\x14.hps.v1.WriteRequest\x1a\x15.hps.v1.WriteResponse\x12=\n\x06Status\x12\x1c.hps.v1.UpdatesStatusRequest\x1a\x15.hps.v1.UpdatesStatus\x12-\n\x05Pause\x12\r.hps.v1.Group\x1a\x15.hps.v1.UpdatesStatus\x12.\n\x06Resume\x12\r.hps.v1.Group\x1a\x15.hps.v1.UpdatesStatus\x12\x32\n\x04Seek\x12\x13.hps.v1.SeekRequest\x1a\x15.hps.v1.UpdatesStatus2\x83\x02\n\x05\x41\x64min\x12\x37\n\x06Status\x12\x15.hps.v1.StatusRequest\x1a\x16.hps.v1.StatusResponse\x12\x37\n\x06Models\x12\x15.hps.v1.ModelsRequest\x1a\x16.hps.v1.ModelsResponse\x12@\n\tLoadModel\x12\x18.hps.v1.LoadModelRequest\x1a\x19.hps.v1.LoadModelResponse\x12\x46\n\x0bUnloadModel\x12\x1a.hps.v1.UnloadModelRequest\x1a\x1b.hps.v1.UnloadModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12hps/v1/admin.proto\x12\x06hps.v1\x1a\x1cgoogle/protobuf/struct.proto\"\\\n\x0cWriteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0f\n\x07vectors\x18\x04 \x01(\x0c\x12\x0f\n\x07\x64\x65leted\x18\x05 \x01(\x0c\"B\n\rWriteResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0f\n\x07written\x18\x02 \x01(\x03\x12\x0f\n\x07\x64\x65leted\x18\x03 \x01(\x03\"\x16\n\x14UpdatesStatusRequest\"\x16\n\x05Group\x12\r\n\x05group\x18\x01 \x01(\t\"N\n\x0bSeekRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05topic\x18\x02 \x01(\t\x12\x11\n\tpartition\x18\x03 \x01(\x05\x12\x0e\n\x06offset\x18\x04 \x01(\x03\"6\n\rUpdatesStatus\x12%\n\x07updates\x18\x01 \x03(\x0b\x32\x14.hps.v1.UpdateStream\"\xd0\x01\n\x0cUpdateStream\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x0e\n\x06stores\x18\x05 \x03(\t\x12\x0e\n\x06\x63\x61\x63hes\x18\x06 \x01(\x08\x12\x10\n\x03lag\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12%\n\npartitions\x18\x08 \x03(\x0b\x32\x11.hps.v1.Partition\x12 \n\x06tables\x18\t \x03(\x0b\x32\x10.hps.v1.TableAgeB\x06\n\x04_lag\"7\n\x08TableAge\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\"G\n\tPartition\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x11\n\tpartition\x18\x02 \x01(\x05\x12\x10\n\x03lag\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x06\n\x04_lag\"\x0f\n\rStatusRequest\"9\n\x0eStatusResponse\x12\'\n\x06status\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\"\x0f\n\rModelsRequest\"5\n\x0eModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.hps.v1.ServedModel\"R\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06labels\x18\x03 \x03(\t\x12\x0e\n\x06\x62\x65side\x18\x04 \x01(\x08\"5\n\x11LoadModelResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0f\n\x07warning\x18\x02 \x01(\t\"4\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\x15\n\x13UnloadModelResponse\"B\n\x11LabelModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\"\x14\n\x12LabelModelResponse\"4\n\x12SwitchModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"&\n\x13SwitchModelResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\"%\n\x14RollbackModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"(\n\x15RollbackModelResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\"\x93\x01\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0f\n\x07\x63urrent\x18\x06 \x01(\x08\x12\x0e\n\x06labels\x18\x07 \x03(\t\x12\r\n\x05\x64\x65nse\x18\x03 \x01(\x08\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x03(\t\x12#\n\x06tables\x18\x05 \x03(\x0b\x32\x13.hps.v1.ServedTable\"\x90\x03\n\x0bServedTable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\x05\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x13\n\x0bmiss_policy\x18\x04 \x01(\t\x12+\n\x04rows\x18\x05 \x03(\x0b\x32\x1d.hps.v1.ServedTable.RowsEntry\x12<\n\rcapacity_rows\x18\x06 \x03(\x0b\x32%.hps.v1.ServedTable.CapacityRowsEntry\x12-\n\x05\x62ytes\x18\x07 \x03(\x0b\x32\x1e.hps.v1.ServedTable.BytesEntry\x12\x18\n\x10rows_approximate\x18\x08 \x03(\t\x1a+\n\tRowsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x33\n\x11\x43\x61pacityRowsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a,\n\nBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x32\x91\x02\n\x07Updates\x12\x34\n\x05Write\x12\x14.hps.v1.WriteRequest\x1a\x15.hps.v1.WriteResponse\x12=\n\x06Status\x12\x1c.hps.v1.UpdatesStatusRequest\x1a\x15.hps.v1.UpdatesStatus\x12-\n\x05Pause\x12\r.hps.v1.Group\x1a\x15.hps.v1.UpdatesStatus\x12.\n\x06Resume\x12\r.hps.v1.Group\x1a\x15.hps.v1.UpdatesStatus\x12\x32\n\x04Seek\x12\x13.hps.v1.SeekRequest\x1a\x15.hps.v1.UpdatesStatus2\xde\x03\n\x05\x41\x64min\x12\x37\n\x06Status\x12\x15.hps.v1.StatusRequest\x1a\x16.hps.v1.StatusResponse\x12\x37\n\x06Models\x12\x15.hps.v1.ModelsRequest\x1a\x16.hps.v1.ModelsResponse\x12@\n\tLoadModel\x12\x18.hps.v1.LoadModelRequest\x1a\x19.hps.v1.LoadModelResponse\x12\x46\n\x0bUnloadModel\x12\x1a.hps.v1.UnloadModelRequest\x1a\x1b.hps.v1.UnloadModelResponse\x12\x43\n\nLabelModel\x12\x19.hps.v1.LabelModelRequest\x1a\x1a.hps.v1.LabelModelResponse\x12\x46\n\x0bSwitchModel\x12\x1a.hps.v1.SwitchModelRequest\x1a\x1b.hps.v1.SwitchModelResponse\x12L\n\rRollbackModel\x12\x1c.hps.v1.RollbackModelRequest\x1a\x1d.hps.v1.RollbackModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -65,25 +65,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODELSRESPONSE']._serialized_start=840
   _globals['_MODELSRESPONSE']._serialized_end=893
   _globals['_LOADMODELREQUEST']._serialized_start=895
-  _globals['_LOADMODELREQUEST']._serialized_end=945
-  _globals['_LOADMODELRESPONSE']._serialized_start=947
-  _globals['_LOADMODELRESPONSE']._serialized_end=1000
-  _globals['_UNLOADMODELREQUEST']._serialized_start=1002
-  _globals['_UNLOADMODELREQUEST']._serialized_end=1037
-  _globals['_UNLOADMODELRESPONSE']._serialized_start=1039
-  _globals['_UNLOADMODELRESPONSE']._serialized_end=1060
-  _globals['_SERVEDMODEL']._serialized_start=1062
-  _globals['_SERVEDMODEL']._serialized_end=1176
-  _globals['_SERVEDTABLE']._serialized_start=1179
-  _globals['_SERVEDTABLE']._serialized_end=1579
-  _globals['_SERVEDTABLE_ROWSENTRY']._serialized_start=1437
-  _globals['_SERVEDTABLE_ROWSENTRY']._serialized_end=1480
-  _globals['_SERVEDTABLE_CAPACITYROWSENTRY']._serialized_start=1482
-  _globals['_SERVEDTABLE_CAPACITYROWSENTRY']._serialized_end=1533
-  _globals['_SERVEDTABLE_BYTESENTRY']._serialized_start=1535
-  _globals['_SERVEDTABLE_BYTESENTRY']._serialized_end=1579
-  _globals['_UPDATES']._serialized_start=1582
-  _globals['_UPDATES']._serialized_end=1855
-  _globals['_ADMIN']._serialized_start=1858
-  _globals['_ADMIN']._serialized_end=2117
+  _globals['_LOADMODELREQUEST']._serialized_end=977
+  _globals['_LOADMODELRESPONSE']._serialized_start=979
+  _globals['_LOADMODELRESPONSE']._serialized_end=1032
+  _globals['_UNLOADMODELREQUEST']._serialized_start=1034
+  _globals['_UNLOADMODELREQUEST']._serialized_end=1086
+  _globals['_UNLOADMODELRESPONSE']._serialized_start=1088
+  _globals['_UNLOADMODELRESPONSE']._serialized_end=1109
+  _globals['_LABELMODELREQUEST']._serialized_start=1111
+  _globals['_LABELMODELREQUEST']._serialized_end=1177
+  _globals['_LABELMODELRESPONSE']._serialized_start=1179
+  _globals['_LABELMODELRESPONSE']._serialized_end=1199
+  _globals['_SWITCHMODELREQUEST']._serialized_start=1201
+  _globals['_SWITCHMODELREQUEST']._serialized_end=1253
+  _globals['_SWITCHMODELRESPONSE']._serialized_start=1255
+  _globals['_SWITCHMODELRESPONSE']._serialized_end=1293
+  _globals['_ROLLBACKMODELREQUEST']._serialized_start=1295
+  _globals['_ROLLBACKMODELREQUEST']._serialized_end=1332
+  _globals['_ROLLBACKMODELRESPONSE']._serialized_start=1334
+  _globals['_ROLLBACKMODELRESPONSE']._serialized_end=1374
+  _globals['_SERVEDMODEL']._serialized_start=1377
+  _globals['_SERVEDMODEL']._serialized_end=1524
+  _globals['_SERVEDTABLE']._serialized_start=1527
+  _globals['_SERVEDTABLE']._serialized_end=1927
+  _globals['_SERVEDTABLE_ROWSENTRY']._serialized_start=1785
+  _globals['_SERVEDTABLE_ROWSENTRY']._serialized_end=1828
+  _globals['_SERVEDTABLE_CAPACITYROWSENTRY']._serialized_start=1830
+  _globals['_SERVEDTABLE_CAPACITYROWSENTRY']._serialized_end=1881
+  _globals['_SERVEDTABLE_BYTESENTRY']._serialized_start=1883
+  _globals['_SERVEDTABLE_BYTESENTRY']._serialized_end=1927
+  _globals['_UPDATES']._serialized_start=1930
+  _globals['_UPDATES']._serialized_end=2203
+  _globals['_ADMIN']._serialized_start=2206
+  _globals['_ADMIN']._serialized_end=2684
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,7 @@ from hps.config.server_settings import ServerSettings
 from hps.lookup.base import Lookup
 from hps.lookup.batched_lookup import BatchedLookup
 from hps.lookup.batching import BatchLimits
-from hps.node.served_models import ServedModel
+from hps.node.served_versions import ServedModel
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
 from hps.predict.batched_pipeline import BatchedPipeline

@@ -139,6 +139,9 @@ class FrontendServer(ServerProcess[OpenModels]):
             return self._connect(progress)
         node = self._open_node(self._configuration, progress)
         self._follow_readiness(node)
+        if node.control is not None:
+            # For changes that no request made: of a watched repository, or the end of a rollback's time.
+            node.control.on_change.append(self._refresh_models)
         if self._workers is not None and node.socket is not None:
             node.metrics.include(self._workers.metrics)
             node.metrics.on_release(self._workers.drop_version)

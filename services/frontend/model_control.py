@@ -1,9 +1,9 @@
-"""The protocol's repository extension, for all protocols: list, load and unload models."""
+"""The protocol's repository extension, for all protocols: list, load, label, switch and unload versions."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,39 +15,90 @@ from services.frontend.state import FrontendState
 _DIGITS = re.compile("[0-9]{1,19}")
 
 
-def index(state: FrontendState, *, only_ready: bool = False) -> list[dict[str, str]]:
-    """All served names, then models of the repository that are not served, each with its state."""
+def index(state: FrontendState, *, only_ready: bool = False) -> list[dict[str, Any]]:
+    """All served versions of all names, then versions of the repository that are not served, each with its
+    state; served ones with ``labels`` and whether they are ``current``."""
     ready = state.ready
     if only_ready and not ready:
         return []
     served = "READY" if ready else "UNAVAILABLE"
-    found = [_index_entry(entry.name, entry.version, served) for entry in state.entries.values()]
+    found = [
+        _index_entry(entry.name, entry.version, served)
+        | {"labels": state.labels(entry), "current": state.entries.get(entry.name) is entry}
+        for entry in state.all_entries
+    ]
     control = _control_of(state)
     if control is None or only_ready:
         return found
-    names = {entry.served.name for entry in state.entries.values()}
-    for name, version in control.loading.items():
-        found.append(_index_entry(name, str(version), "LOADING"))
+    known = {(entry.served.name, entry.served.version) for entry in state.all_entries}
+    for of in control.loading.items():
+        known.add(of)
+        found.append(_index_entry(of[0], str(of[1]), "LOADING"))
     for name, versions in control.available().items():
-        if name not in names and name not in control.loading and versions:
-            found.append(_index_entry(name, str(versions[-1]), "UNAVAILABLE", "unloaded"))
+        found += [
+            _index_entry(name, str(version), "UNAVAILABLE", "unloaded")
+            for version in versions
+            if (name, version) not in known
+        ]
     return found
 
 
-def load(state: FrontendState, name: str, version: Any = None) -> tuple[int, str]:
+def load(
+    state: FrontendState,
+    name: str,
+    version: Any = None,
+    *,
+    labels: Any = (),
+    beside: Any = False,
+) -> tuple[int, str]:
     """Serve a model, by one of its names, or another version of it.
 
-    Returns the served version, and a note for the client or "". May take long; call it on a thread."""
+    ``labels``: those that it gets, a list or a text with commas; ``beside``: it does not replace the current
+    version. Returns the loaded version, and a note for the client or "". May take long; call it on a
+    thread."""
     control, model, wanted = _control(state), _model_of(name), _number(version)
+    if not isinstance(beside, bool):
+        raise BadRequest("parameter 'beside' must be true or false")
+    options: dict[str, Any] = {"labels": _labels(labels)} if labels else {}
+    if beside:
+        options["switch"] = False
     with _change(state):
-        return control.load(model, wanted), control.warnings.get(model, "")
+        return control.load(model, wanted, **options), control.warnings.get(model, "")
 
 
-def unload(state: FrontendState, name: str) -> None:
-    """Stop serving a model."""
+def unload(state: FrontendState, name: str, version: Any = None) -> None:
+    """Stop serving a model, or one version of it, by its number or a label."""
     control = _control(state)
     with _change(state):
-        control.unload(_model_of(name))
+        if version in (None, ""):
+            control.unload(_model_of(name))
+        else:
+            control.unload(_model_of(name), _reference(version))
+
+
+def label(state: FrontendState, name: str, label: Any, version: Any) -> None:
+    """Give a served version a label; an empty ``version`` removes it."""
+    control = _control(state)
+    if not isinstance(label, str):
+        raise BadRequest("parameter 'label' must be a text")
+    with _change(state):
+        control.label(_model_of(name), label, _reference(version) or None)
+
+
+def switch(state: FrontendState, name: str, version: Any) -> int:
+    """Make a served version the current one, by its number or a label; returns its number."""
+    control, wanted = _control(state), _reference(version)
+    if not wanted:
+        raise BadRequest("parameter 'version' is missing; give a served version's number or label")
+    with _change(state):
+        return control.switch(_model_of(name), wanted)
+
+
+def rollback(state: FrontendState, name: str) -> int:
+    """Make the previous version the current one again; returns its number."""
+    control = _control(state)
+    with _change(state):
+        return control.rollback(_model_of(name))
 
 
 @contextmanager
@@ -64,7 +115,7 @@ def _change(state: FrontendState) -> Iterator[None]:
         state.refresh_models()
 
 
-def _index_entry(name: str, version: str, state: str, reason: str = "") -> dict[str, str]:
+def _index_entry(name: str, version: str, state: str, reason: str = "") -> dict[str, Any]:
     return {"name": name, "version": version, "state": state, "reason": reason}
 
 
@@ -83,6 +134,23 @@ def _control(state: FrontendState) -> ModelController:
 
 def _control_of(state: FrontendState) -> ModelController | None:
     return state.node.control if isinstance(state.node, Node) else None
+
+
+def _labels(labels: Any) -> list[str]:
+    """The parameter ``labels``: a list of texts, or a text with commas."""
+    found = labels.split(",") if isinstance(labels, str) else labels
+    if not (isinstance(found, Sequence) and all(isinstance(each, str) for each in found)):
+        raise BadRequest("parameter 'labels' must be a list of texts, or a text with commas")
+    return [each.strip() for each in found]
+
+
+def _reference(version: Any) -> str:
+    """The parameter ``version``: a number or a label; empty for None."""
+    if version is None:
+        return ""
+    if type(version) is int or isinstance(version, str):
+        return str(version)
+    raise BadRequest(f"parameter 'version' must be a number or a label, got {short_value(version)}")
 
 
 def _number(version: Any) -> int | None:

@@ -103,7 +103,7 @@ class RequestProfiler:
                 raise BadRequest(
                     f"requests of {protocol} cannot be profiled here, only those of {known}"
                 )
-            served = self._state.entries.values()
+            served = self._state.all_entries
             self._known = {of: value for of, value in self._known.items() if of[1] in served}
             found = self._known[protocol, entry] = make(entry)
         return found

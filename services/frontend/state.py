@@ -9,10 +9,18 @@ from concurrent.futures import Future
 from typing import Any
 
 from hps.config import Settings
-from hps.errors import NotFound, Unavailable
+from hps.errors import Unavailable
 from hps.lookup.base import Lookup
-from hps.node.served_models import OpenModels, ServedModel
+from hps.node.served_models import OpenModels
+from hps.node.served_versions import (
+    CURRENT,
+    LATEST,
+    ServedModel,
+    addresses,
+    find_version,
+)
 from hps.node.serving_context import dense_concurrency
+from hps.node.version_choice import policy_of
 from hps.observability.metric_triton import TRITON
 from hps.observability.metrics import Metrics
 from services.frontend.admission.controller import AdmissionController
@@ -66,6 +74,11 @@ class FrontendState(ServerState[OpenModels]):
     def __init__(self, role: str = "node", settings: Settings | None = None) -> None:
         settings = settings or Settings()
         self.entries: dict[str, ServedEndpoint] = {}
+        """Current versions of the served names."""
+        self.addresses: dict[str, dict[str, ServedEndpoint]] = {}
+        """By name and what requests may give as the version (`hps.node.served_versions.addresses`)."""
+        self.all_entries: list[ServedEndpoint] = []
+        """All versions of the served names, by name and number."""
         self._statistics_source: StatisticsSource = lambda: None
         super().__init__(role, settings)
         self.admission = AdmissionController(settings.server.admission)
@@ -90,12 +103,19 @@ class FrontendState(ServerState[OpenModels]):
         Call it again after a change: names of unchanged models keep their entries."""
         if node.metrics is not self.metrics:
             self._publish(node.metrics)
-        self.entries = {
-            entry.name: entry
-            for served in node.models.values()
-            for entry in self._unchanged_entries(served) or self._new_entries(served, node.metrics)
+        models, known = node.models, self.all_entries
+        by_name: dict[str, dict[int, ServedEndpoint]] = {}
+        for served in models.versions:
+            unchanged = [entry for entry in known if entry.served is served]
+            for entry in unchanged or self._new_entries(served, node.metrics):
+                by_name.setdefault(entry.name, {})[served.version] = entry
+        self.addresses = {
+            name: addresses(found, models.names[_any(found).served.name])
+            for name, found in by_name.items()
         }
-        self.admission.retain(self.entries)
+        self.all_entries = [each for found in by_name.values() for _, each in sorted(found.items())]
+        self.entries = {name: found[CURRENT] for name, found in self.addresses.items()}
+        self.admission.retain([entry.endpoint for entry in self.all_entries])
         self.node = node
         for changed in self._model_watchers:
             changed()
@@ -109,7 +129,7 @@ class FrontendState(ServerState[OpenModels]):
                 TRITON,
                 lambda found: triton_numbers(
                     found,
-                    {e.statistics_key: (e.name, e.version) for e in self.entries.values()},
+                    {e.statistics_key: (e.name, e.version) for e in self.all_entries},
                     lambda: self._statistics_source() or self.own_statistics(),
                 ),
             )
@@ -144,8 +164,46 @@ class FrontendState(ServerState[OpenModels]):
         self._model_watchers.append(changed)
         changed()
 
-    def _unchanged_entries(self, served: ServedModel) -> list[ServedEndpoint]:
-        return [entry for entry in self.entries.values() if entry.served is served]
+    def versions(self, name: str) -> list[ServedEndpoint]:
+        """The served versions of a name, ascending. Raises ``NotFound``."""
+        current = self.entry(name)
+        return [each for each in self.all_entries if each.name == current.name]
+
+    def selected(self, name: str, version: str | None = None) -> list[ServedEndpoint]:
+        """One version of a name, without ``version`` all of them; of all names if ``name`` is empty.
+
+        Raises ``NotFound``."""
+        if not name:
+            self.require_node()
+            return self.all_entries
+        return [self.entry(name, version)] if version else self.versions(name)
+
+    def metadata(self, name: str, version: str | None = None) -> dict[str, Any]:
+        """``GET /v2/models/<m>``, with all served versions of the name. Raises ``NotFound``."""
+        versions = [each.version for each in self.versions(name)]
+        return self.entry(name, version).info.metadata() | {"versions": versions}
+
+    def config(self, name: str, version: str | None = None) -> dict[str, Any]:
+        """``GET /v2/models/<m>/config``: Triton's ModelConfig. Raises ``NotFound``."""
+        entry = self.entry(name, version)
+        return entry.info.config() | {"version_policy": self._version_policy(entry.served.name)}
+
+    def _version_policy(self, name: str) -> dict[str, Any]:
+        policy = policy_of(self._settings, name)
+        if policy.all:
+            return {"all": {}}
+        if policy.specific:
+            return {"specific": {"versions": policy.specific}}
+        return {"latest": {"num_versions": policy.latest}}
+
+    def labels(self, entry: ServedEndpoint) -> list[str]:
+        """The labels of an entry's version."""
+        found = self.addresses[entry.name]
+        return sorted(
+            each
+            for each, of in found.items()
+            if of is entry and each not in (CURRENT, LATEST) and not each.isdigit()
+        )
 
     def _new_entries(self, served: ServedModel, metrics: Metrics) -> list[ServedEndpoint]:
         """The names of a model, each behind its queue."""
@@ -163,7 +221,7 @@ class FrontendState(ServerState[OpenModels]):
 
     def own_statistics(self) -> dict[str, dict[str, Any]]:
         """Values of this process's `Statistics`, by `ServedEndpoint.statistics_key`."""
-        return {entry.statistics_key: entry.statistics.numbers() for entry in self.entries.values()}
+        return {entry.statistics_key: entry.statistics.numbers() for entry in self.all_entries}
 
     def set_statistics_source(self, source: StatisticsSource) -> None:
         """Make `statistics` cover all processes; ``source`` returns their values and may wait."""
@@ -182,16 +240,14 @@ class FrontendState(ServerState[OpenModels]):
         return model_stats
 
     def entry(self, name: str, version: str | None = None) -> ServedEndpoint:
-        """The entry of a name. Raises ``NotFound`` for a name or version that is not served."""
+        """The entry of a name; ``version``: a number or a label, None or "": the current version.
+
+        Raises ``NotFound`` for a name or version that is not served."""
         self.require_node()
-        entry = self.entries.get(name)
-        if entry is None:
-            if not self.entries and self.not_ready_reason():
-                raise Unavailable(self.reason)
-            raise NotFound(f"Request for unknown model: '{name}' is not found")
-        if version not in (None, entry.version):
-            raise NotFound(
-                f"Request for unknown model: '{name}' version {version} is not found; version "
-                f"{entry.version} is served"
-            )
-        return entry
+        if not self.entries and self.not_ready_reason():
+            raise Unavailable(self.reason)
+        return find_version(self.addresses, name, version)
+
+
+def _any(found: Mapping[int, ServedEndpoint]) -> ServedEndpoint:
+    return next(iter(found.values()))

@@ -23,7 +23,7 @@ from hps.dense.base import DATATYPES
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded, HpsError, NotFound, Unsupported
 from hps.lookup.batching import is_server_error
 from hps.lookup.lookup_merge import MergedLookup, check_mergeable, merge_key
-from hps.node.served_models import ServedModel
+from hps.node.served_versions import ServedModel
 from hps.suggestions import hint_for
 from hps.types import LookupRequest, LookupResult
 from services.frontend import request_errors as faults

@@ -163,7 +163,7 @@ class BesideNode:
             path,
             lambda: tables,
             ServedTiers(TierChain([]), store, self._pool, lambda *_: None),
-            AttachedProcesses({}),
+            AttachedProcesses([]),
         )
         self._tier = NodeTier([NodeConnectionPool(self._server.path, tables)])
         self.info, self.fetch = self._tier.info, self._tier.fetch

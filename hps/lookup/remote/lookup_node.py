@@ -36,6 +36,9 @@ class ServedVersion(NamedTuple):
 
     digest: int
     former: bool
+    beside: bool = False
+    """Served by its number and ``labels``, beside the current version."""
+    labels: tuple[str, ...] = ()
 
 
 def short_error(details: str) -> str:
@@ -140,7 +143,9 @@ class LookupNode:
         if code is grpc.StatusCode.OK:
             status = poll.result()
             self.models = {
-                (each.model, each.version): ServedVersion(each.digest, each.former)
+                (each.model, each.version): ServedVersion(
+                    each.digest, each.former, each.beside, tuple(each.labels)
+                )
                 for each in status.models
             }
             self.standing = "ready" if status.ready else "not ready"

@@ -1,14 +1,16 @@
 """Version vote: each model is served in the version that most lookup nodes serve.
 
 Nodes change versions one after the other. A client changes once most of them have, so that there are always
-enough nodes; it keeps the other versions ready."""
+enough nodes; it keeps the other versions ready. Versions that nodes serve beside the current one are served
+here, too, by their numbers and labels."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hps.lookup.remote.lookup_node import LookupNode
 from hps.lookup.remote.node_registry import NodeRegistry
 
 
@@ -24,30 +26,59 @@ class VersionVote:
 
     def report_versions(self, report: Mapping[str, Any], _deadline: float) -> dict[str, Any]:
         """Return, as ``(model, version, token)``, the versions to ``serve`` and those to keep ``open``."""
-        served = dict(map(_of, report["serves"]))
+        served: Mapping[str, int] = report["current"]
         serving = [target for target in self._nodes.all if target.may_serve]
-        votes: dict[str, Counter[int]] = {}
-        for target in serving:
-            for (model, version), node_version in target.models.items():
-                if not node_version.former:
-                    votes.setdefault(model, Counter())[version] += 1
+        current, beside, labels = _reported(serving)
         serve: list[tuple[str, int, str]] = []
         others: list[tuple[str, int, str]] = []
-        for model in sorted({*votes, *served}) if self._chosen is None else self._chosen:
-            stated = (self._chosen or {}).get(model)
-            if stated is not None:
-                serve.append(_entry(model, stated))
+        names: dict[str, dict[str, Any]] = {}
+        for model in sorted({*current, *served}) if self._chosen is None else self._chosen:
+            votes = current.get(model, Counter())
+            stated = wanted = (self._chosen or {}).get(model)
+            if stated is None:
+                wanted = served.get(model)
+                if serving:  # while no node answers, the last versions are served
+                    wanted = _most(votes, wanted)
+            if wanted is None:
                 continue
-            wanted = served.get(model)
-            if serving:  # while no node answers, the last version is served
-                wanted = _most(votes.get(model), wanted)
-            if wanted is not None:
-                serve.append(_entry(model, wanted))
-            others += [_entry(model, n) for n in votes.get(model, ()) if n != wanted]
-        return {"serve": serve, "open": others}
+            along = set() if stated is not None else beside.get(model, set()) - {wanted}
+            if not serving:
+                along = {n for each, n in map(_of, report["serves"]) if each == model} - {wanted}
+            serve += [_entry(model, n) for n in (wanted, *sorted(along))]
+            if stated is None:
+                others += [_entry(model, n) for n in votes if n not in {wanted, *along}]
+            names[model] = {
+                "current": wanted,
+                "labels": {
+                    label: voted
+                    for label, counted in labels.get(model, {}).items()
+                    if (voted := max(counted, key=lambda n: (counted[n], n))) in {wanted, *along}
+                },
+            }
+        return {"serve": serve, "open": others, "names": names, "revision": 0}
 
     def close(self) -> None:
         pass
+
+
+def _reported(
+    serving: Iterable[LookupNode],
+) -> tuple[dict[str, Counter[int]], dict[str, set[int]], dict[str, dict[str, Counter[int]]]]:
+    """By model: votes for its current version, versions served beside it, and votes by label."""
+    current: dict[str, Counter[int]] = {}
+    beside: dict[str, set[int]] = {}
+    labels: dict[str, dict[str, Counter[int]]] = {}
+    for target in serving:
+        for (model, version), node_version in target.models.items():
+            if node_version.former:
+                continue
+            if node_version.beside:
+                beside.setdefault(model, set()).add(version)
+            else:
+                current.setdefault(model, Counter())[version] += 1
+            for label in node_version.labels:
+                labels.setdefault(model, {}).setdefault(label, Counter())[version] += 1
+    return current, beside, labels
 
 
 def _most(votes: Counter[int] | None, served: int | None) -> int | None:

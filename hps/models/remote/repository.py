@@ -6,7 +6,7 @@ import errno
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +80,10 @@ class RemoteRepository(Repository):
             pass
         self.spec(name)  # raises NotFound if there is no such model
         return []
+
+    def published(self, name: str) -> dict[int, Hashable]:
+        """See `Repository.published`; a version in the store is complete and does not change."""
+        return dict.fromkeys(self.versions(name), True)
 
     def spec(self, name: str) -> ModelSpec:
         """Download and read the model's description."""

@@ -3,7 +3,8 @@
 Several times a second each process reports, over one connection of its own, the versions that it has open,
 those that it serves, and those that it could not open. The answer names the versions to serve, and
 those to open in addition. A process may be using a version from the answer that names it until a later
-report omits it or the connection ends; a connection ends with its process at the latest."""
+report omits it or the connection ends; a connection ends with its process at the latest. The answer also
+has the names by which requests choose a version, and the number of the last change."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +30,8 @@ Report = Mapping[str, Any]
 """An attached process's report.
 
 ``process``: its ID. ``holds``, ``serves``: tokens of its open and its served versions. ``failed``: by token
-of a version that it could not open, whether it rejected the version, and the reason. ``leaves``: whether
-it is shutting down."""
+of a version that it could not open, whether it rejected the version, and the reason. ``revision``: the
+last change that it serves. ``leaves``: whether it is shutting down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +50,23 @@ class _AttachedProcess:
     holds: set[str] = field(default_factory=set)
     serves: set[str] = field(default_factory=set)
     failed: dict[str, tuple[bool, str]] = field(default_factory=dict)
+    revision: int = 0
     leaves: bool = False
 
 
 class AttachedProcesses:
     """The processes attached to one node, and the versions that they must serve.
 
-    ``served``: the version of each model at the start. Versions are changed by one thread at a time;
-    `report` is thread-safe."""
+    ``served``: the versions at the start, as (model, version); ``names``: what processes need to resolve
+    versions of requests, by model, as JSON. They are changed by one thread at a time; `report` is
+    thread-safe."""
 
-    def __init__(self, served: Mapping[str, int]) -> None:
-        self._served = {name: LoadedVersion(name, version) for name, version in served.items()}
+    def __init__(
+        self, served: Iterable[tuple[str, int]], names: Mapping[str, Any] | None = None
+    ) -> None:
+        self._served = {of: LoadedVersion(*of) for of in served}
+        self._names = dict(names or {})
+        self._revision = 1
         self.fingerprints: dict[str, str] = {}
         """Fingerprint by `ModelVersion.key`, of the versions that processes may open."""
         self._next: LoadedVersion | None = None
@@ -84,12 +91,15 @@ class AttachedProcesses:
                 set(report["holds"]),
                 set(report["serves"]),
                 dict(report["failed"]),
+                report["revision"],
                 report["leaves"],
             )
             self._changed.notify_all()
             return {
                 "serve": _as_json(self._served.values()),
                 "open": _as_json([self._next] if self._next else []),
+                "names": self._names,
+                "revision": self._revision,
             }
 
     def disconnected(self, connection: Hashable) -> None:
@@ -132,21 +142,21 @@ class AttachedProcesses:
         with self._changed:
             self._next = None
 
-    def switch(self) -> LoadedVersion | None:
-        """Make the processes serve the version that they opened; return the replaced one."""
+    def serve(
+        self, versions: Collection[tuple[str, int]], names: Mapping[str, Any]
+    ) -> list[LoadedVersion]:
+        """Make the processes serve exactly ``versions`` by ``names``; return those served until now.
+
+        ``versions`` may have the one that they opened; all others were served before."""
         with self._changed:
             next_version, self._next = self._next, None
-            assert next_version is not None
-            former = self._served.get(next_version.model)
-            self._served = {**self._served, next_version.model: next_version}
-            return former
-
-    def drop(self, model: str) -> LoadedVersion:
-        """Make the processes stop serving ``model``; return the version that they served."""
-        with self._changed:
-            former = self._served[model]
-            self._served = {n: each for n, each in self._served.items() if n != model}
-            return former
+            known = dict(self._served)
+            if next_version is not None:
+                known[next_version.model, next_version.version] = next_version
+            former, self._served = self._served, {of: known[of] for of in versions}
+            self._names = dict(names)
+            self._revision += 1
+            return [each for each in former.values() if each not in self._served.values()]
 
     def settle(self, check: Callable[[], None]) -> None:
         """Wait until every process serves its versions; log those that take too long.
@@ -154,10 +164,11 @@ class AttachedProcesses:
         Raises the errors of ``check``."""
         until = time.monotonic() + _SERVE_S
         with self._changed:
-            served = {each.token for each in self._served.values()}
             while True:
                 check()
-                late = [f for f in self._attached.values() if f.serves and f.serves != served]
+                late = [
+                    f for f in self._attached.values() if f.serves and f.revision != self._revision
+                ]
                 if not late:
                     return
                 if time.monotonic() > until:

@@ -111,7 +111,11 @@ def _checks(
             yield DoctorCheck(f"{name}: state", "FAIL", str(error), "see its log")
             return
         if "models" in status:
-            found.models = {model["name"]: int(model["version"]) for model in status["models"]}
+            found.models = {
+                model["name"]: int(model["version"])
+                for model in status["models"]
+                if model.get("current", True)
+            }
         yield from state(name, status, admin)
 
 

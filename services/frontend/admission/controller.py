@@ -1,12 +1,12 @@
 """Admission control: run, queue or reject inference requests.
 
-Each name has its queue, so that one model's load does not delay another's requests. Requests that are
-answered from memory, such as a lookup of cached rows, bypass the queue; so do health, metadata and
-administration."""
+Each version of a name has its queue, so that one model's load does not delay another's requests. Requests
+that are answered from memory, such as a lookup of cached rows, bypass the queue; so do health, metadata
+and administration."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 
 from hps.config.admission_settings import AdmissionSettings
 from hps.observability import metric_names as m
@@ -29,7 +29,7 @@ class AdmissionController:
         self.clients: ClientLimits | None = None
         if bounds.running is not None or bounds.per_second is not None:
             self.clients = ClientLimits(bounds)
-        self._queues: dict[str, AdmissionQueue] = {}
+        self._queues: list[AdmissionQueue] = []
         self._published: Metrics | None = None
 
     def add_queue(self, endpoint: Endpoint, running: int, metrics: Metrics) -> AdmissionQueue:
@@ -42,7 +42,7 @@ class AdmissionController:
             self.timeout,
             metrics,
         )
-        self._queues[endpoint.name] = queue
+        self._queues = [*self._queues, queue]
         if metrics is not self._published:
             self._published = metrics
             metrics.gauges(m.QUEUE_REQUESTS, lambda: self._values("queued"))
@@ -51,9 +51,14 @@ class AdmissionController:
             metrics.gauge(m.QUEUE_BYTES, lambda: self.byte_budget.held)
         return queue
 
-    def retain(self, names: Container[str]) -> None:
-        """Stop exporting metrics of queues whose name is not in ``names``."""
-        self._queues = {name: queue for name, queue in self._queues.items() if name in names}
+    def retain(self, queues: Collection[AdmissionQueue]) -> None:
+        """Stop exporting metrics of other queues."""
+        kept = {id(queue) for queue in queues}
+        self._queues = [queue for queue in self._queues if id(queue) in kept]
 
     def _values(self, attribute: str) -> Iterable[tuple[tuple[str, ...], float]]:
-        return [((name,), getattr(queue, attribute)) for name, queue in list(self._queues.items())]
+        """Sums over the versions of each name."""
+        sums: dict[str, float] = {}
+        for queue in self._queues:
+            sums[queue.name] = sums.get(queue.name, 0) + getattr(queue, attribute)
+        return [((name,), value) for name, value in sums.items()]

@@ -13,7 +13,7 @@ from google.protobuf.json_format import ParseDict
 from hps.config.auth import Role
 from hps.v1 import admin_pb2 as pb
 from services.frontend.grpc.responders import CallContext
-from services.frontend.model_control import load, unload
+from services.frontend.model_control import label, load, rollback, switch, unload
 from services.frontend.state import FrontendState
 
 
@@ -21,7 +21,16 @@ class AdminService:
     """The methods of the service, by their names in the ``.proto``."""
 
     roles: Mapping[str, Role] = dict.fromkeys(
-        ("Status", "Models", "LoadModel", "UnloadModel"), "admin"
+        (
+            "Status",
+            "Models",
+            "LoadModel",
+            "UnloadModel",
+            "LabelModel",
+            "SwitchModel",
+            "RollbackModel",
+        ),
+        "admin",
     )
 
     def __init__(self, state: FrontendState) -> None:
@@ -35,9 +44,26 @@ class AdminService:
         return ParseDict({"models": models}, pb.ModelsResponse(), ignore_unknown_fields=True)
 
     def LoadModel(self, request: Any, context: CallContext) -> Any:
-        version, warning = load(self._state, request.model, request.version or None)
+        version, warning = load(
+            self._state,
+            request.model,
+            request.version or None,
+            labels=list(request.labels),
+            beside=request.beside,
+        )
         return pb.LoadModelResponse(version=version, warning=warning)
 
     def UnloadModel(self, request: Any, context: CallContext) -> Any:
-        unload(self._state, request.model)
+        unload(self._state, request.model, request.version)
         return pb.UnloadModelResponse()
+
+    def LabelModel(self, request: Any, context: CallContext) -> Any:
+        label(self._state, request.model, request.label, request.version)
+        return pb.LabelModelResponse()
+
+    def SwitchModel(self, request: Any, context: CallContext) -> Any:
+        version = switch(self._state, request.model, request.version)
+        return pb.SwitchModelResponse(version=version)
+
+    def RollbackModel(self, request: Any, context: CallContext) -> Any:
+        return pb.RollbackModelResponse(version=rollback(self._state, request.model))

@@ -72,16 +72,18 @@ class GrpcInferenceService:
         self._guard = guard
         self._max_keys = settings.max_keys
         self._streams = StreamLimit()
-        self._routes: dict[str, GrpcRoute] = {}
+        self._routes: dict[tuple[str, str], GrpcRoute] = {}
         state.on_models_changed(self._find_routes)
 
     def _find_routes(self) -> None:
         """Update the routes to the served names; an unchanged name keeps its route."""
         known = {route.entry: route for route in self._routes.values()}
-        self._routes = {
-            name: known.get(entry) or self._make_route(entry)
-            for name, entry in self._state.entries.items()
-        }
+        routes: dict[tuple[str, str], GrpcRoute] = {}
+        for name, found in self._state.addresses.items():
+            for version, entry in found.items():
+                route = known.get(entry) or self._make_route(entry)
+                known[entry] = routes[name, version] = route
+        self._routes = routes
 
     def _make_route(self, entry: ServedEndpoint) -> GrpcRoute:
         parser = GrpcRequestParser(entry.name, entry.endpoint.rules, self._max_keys)
@@ -156,8 +158,8 @@ class GrpcInferenceService:
             raise
 
     def _route(self, to: ModelReference) -> GrpcRoute:
-        route = self._routes.get(to.model)
-        if route is None or to.version not in ("", route.entry.version):
+        route = self._routes.get((to.model, to.version))
+        if route is None:
             self._state.entry(to.model, to.version or None)
             raise Unavailable("the model has just become ready; retry")
         return route

@@ -84,7 +84,7 @@ class LookupService:
         state.on_models_changed(self._describe_all)
 
     def _describe_all(self) -> None:
-        lookups = [each for each in self._state.entries.values() if each.name.endswith(_LOOKUP)]
+        lookups = [each for each in self._state.all_entries if each.name.endswith(_LOOKUP)]
         before, self._current = self._current, {_version_of(entry): entry for entry in lookups}
         models = {model for model, _ in self._current}
         replaced = {
@@ -114,8 +114,15 @@ class LookupService:
         response = pb.ServingResponse(ready=self._state.ready)
         for former, entries in ((False, self._current), (True, self._former)):
             for (model, version), entry in entries.items():
-                digest = self._digest(entry)
-                response.models.add(model=model, version=int(version), digest=digest, former=former)
+                current = self._state.entries.get(entry.name)
+                response.models.add(
+                    model=model,
+                    version=int(version),
+                    digest=self._digest(entry),
+                    former=former,
+                    beside=not former and entry is not current,
+                    labels=() if former else self._state.labels(entry),
+                )
         return response
 
     def Describe(self, request: Any, context: CallContext) -> Any:
@@ -190,11 +197,11 @@ class LookupService:
         return self._digests.get(entry) or int(self._described(entry).digest)
 
     def _entry(self, request: Any) -> ServedEndpoint:
-        version = str(request.version or "") or None
-        if version is not None and (former := self._former.get((request.model, version))):
+        version = str(request.version or request.label)
+        if former := self._former.get((request.model, version)):
             return former
         entry = self._state.entry(request.model + _LOOKUP, version)
-        if version is not None:
+        if version:
             self._asked_by_version.add(entry)
         return entry
 

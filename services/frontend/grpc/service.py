@@ -77,8 +77,7 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         return pb.ServerReadyResponse(ready=self._state.ready)
 
     def ModelReady(self, request: Any, context: CallContext) -> Any:
-        entry = self._state.entries.get(request.name)
-        known = entry is not None and request.version in ("", entry.version)
+        known = request.version in self._state.addresses.get(request.name, ())
         return pb.ModelReadyResponse(ready=known and self._state.ready)
 
     def ServerMetadata(self, request: Any, context: CallContext) -> Any:
@@ -89,19 +88,15 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         return ParseDict(metadata, pb.ServerMetadataResponse())
 
     def ModelMetadata(self, request: Any, context: CallContext) -> Any:
-        info = self._state.entry(request.name, request.version or None).info
-        return ParseDict(info.metadata(), pb.ModelMetadataResponse(), ignore_unknown_fields=True)
+        metadata = self._state.metadata(request.name, request.version)
+        return ParseDict(metadata, pb.ModelMetadataResponse(), ignore_unknown_fields=True)
 
     def ModelConfig(self, request: Any, context: CallContext) -> Any:
-        info = self._state.entry(request.name, request.version or None).info
-        return ParseDict({"config": info.config()}, pb.ModelConfigResponse())
+        config = self._state.config(request.name, request.version)
+        return ParseDict({"config": config}, pb.ModelConfigResponse())
 
     def ModelStatistics(self, request: Any, context: CallContext) -> Any:
-        if request.name:
-            entries = [self._state.entry(request.name, request.version or None)]
-        else:
-            self._state.require_node()
-            entries = list(self._state.entries.values())
+        entries = self._state.selected(request.name, request.version)
         statistics = self._state.statistics(entries)
         return ParseDict({"model_stats": statistics}, pb.ModelStatisticsResponse())
 
@@ -109,20 +104,24 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         if request.repository_name:
             raise Unsupported("there is one repository; omit 'repository_name'")
         models = index(self._state, only_ready=request.ready)
-        return ParseDict({"models": models}, pb.RepositoryIndexResponse())
+        response = pb.RepositoryIndexResponse()
+        return ParseDict({"models": models}, response, ignore_unknown_fields=True)
 
     def RepositoryModelLoad(self, request: Any, context: CallContext) -> Any:
         self._require_control(request, "RepositoryModelLoad")
-        version = None
-        if "version" in request.parameters:
-            parameter = request.parameters["version"]
-            version = getattr(parameter, parameter.WhichOneof("parameter_choice") or "string_param")
-        load(self._state, request.model_name, version)
+        given = _parameters(request)
+        load(
+            self._state,
+            request.model_name,
+            given.get("version"),
+            labels=given.get("labels", ""),
+            beside=given.get("beside", False),
+        )
         return pb.RepositoryModelLoadResponse()
 
     def RepositoryModelUnload(self, request: Any, context: CallContext) -> Any:
         self._require_control(request, "RepositoryModelUnload")
-        unload(self._state, request.model_name)
+        unload(self._state, request.model_name, _parameters(request).get("version"))
         return pb.RepositoryModelUnloadResponse()
 
     def SystemSharedMemoryRegister(self, request: Any, context: CallContext) -> Any:
@@ -170,6 +169,14 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
             kind = {bool: "bool_param", int: "uint32_param"}.get(type(value), "string_param")
             setattr(response.settings[name], kind, value)
         return response
+
+
+def _parameters(request: Any) -> dict[str, Any]:
+    """The parameters of a request to load or unload, by name."""
+    return {
+        name: getattr(value, value.WhichOneof("parameter_choice") or "string_param")
+        for name, value in request.parameters.items()
+    }
 
 
 def _not_offered(name: str) -> Behavior:

@@ -23,7 +23,7 @@ from services.frontend.http.head import RequestHead, shared_headers, split_reque
 from services.frontend.http.inference import HttpInference
 from services.frontend.http.peer import ConnectionPeer, peer_of
 from services.frontend.http.response import HttpReply
-from services.frontend.http.routes import HttpRoute, http_route, inference_paths
+from services.frontend.http.routes import HttpRoute, http_route, inference_path
 from services.frontend.inference import InferencePort
 from services.frontend.state import FrontendState
 
@@ -58,9 +58,10 @@ class InferApp:
         """Update the routes to the served names; an unchanged name keeps its route and cached templates."""
         known = {route.entry: route for route in self._routes.values()}
         routes: dict[str, HttpRoute] = {}
-        for entry in self.state.entries.values():
-            route = known.get(entry) or http_route(entry, self._port, self._max_keys)
-            routes.update(dict.fromkeys(inference_paths(entry), route))
+        for name, found in self.state.addresses.items():
+            for version, entry in found.items():
+                route = known.get(entry) or http_route(entry, self._port, self._max_keys)
+                known[entry] = routes[inference_path(name, version)] = route
         self._heads.clear()
         self._routes = routes
 

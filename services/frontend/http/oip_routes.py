@@ -15,7 +15,7 @@ from services.frontend.auth import Authorizer
 from services.frontend.http.api import JsonAnswer, answers, failure, json_body, needs, takes
 from services.frontend.metadata import server_metadata
 from services.frontend.model_control import index as listed
-from services.frontend.model_control import load, unload
+from services.frontend.model_control import label, load, rollback, switch, unload
 from services.frontend.path_redaction import without_paths
 from services.frontend.state import FrontendState
 from services.server_state import ServerState
@@ -86,21 +86,20 @@ class _ModelHandlers:
 
     def all_statistics(self) -> Response:
         """Counts and times of every model."""
-        self._state.require_node()
-        return JsonAnswer({"model_stats": self._state.statistics(self._state.entries.values())})
+        return JsonAnswer({"model_stats": self._state.statistics(self._state.selected(""))})
 
     async def model_metadata(self, model: str, version: str | None = None) -> Response:
         """A model's inputs and outputs."""
-        return JsonAnswer(self._state.entry(model, version).info.metadata())
+        return JsonAnswer(self._state.metadata(model, version))
 
     async def model_config(self, model: str, version: str | None = None) -> Response:
         """A model's configuration in Triton's form."""
-        return JsonAnswer(self._state.entry(model, version).info.config())
+        return JsonAnswer(self._state.config(model, version))
 
     def model_statistics(self, model: str, version: str | None = None) -> Response:
         """Counts and times of a model since the server started."""
-        entry = self._state.entry(model, version)
-        return JsonAnswer({"model_stats": self._state.statistics([entry])})
+        entries = self._state.selected(model, version)
+        return JsonAnswer({"model_stats": self._state.statistics(entries)})
 
     async def model_ready(self, model: str, version: str | None = None) -> Response:
         """Readiness of one model."""
@@ -116,7 +115,7 @@ def repository_routes(state: FrontendState, guard: Authorizer, *, control: bool)
 
     @router.post("/v2/repository/index", responses=answers("RepositoryIndex", [400]))
     async def index(request: Request) -> Response:
-        """Every served name, and models of the repository that are not served, with their states.
+        """Every served version, and versions of the repository that are not served, with their states.
         ``{"ready": true}`` lists only those that are ready."""
         only_ready = (await json_body(request)).get("ready", False)
         if not isinstance(only_ready, bool):
@@ -125,7 +124,7 @@ def repository_routes(state: FrontendState, guard: Authorizer, *, control: bool)
 
     async def unsupported(request: Request) -> Response:
         hint = ""
-        if request.url.path.endswith(("/load", "/unload")):
+        if request.url.path.endswith(("/load", "/unload", "/label", "/switch", "/rollback")):
             hint = " here; use the admin port, or set models.control: all"
         raise Unsupported(f"{request.method} {request.url.path} is not offered{hint}")
 
@@ -136,7 +135,7 @@ def repository_routes(state: FrontendState, guard: Authorizer, *, control: bool)
     if control:
         router.include_router(_control_routes(state, guard))
     else:
-        for verb in ("load", "unload"):
+        for verb in ("load", "unload", "label", "switch", "rollback"):
             router.add_api_route(
                 f"/v2/repository/models/{{model}}/{verb}",
                 control_unsupported,
@@ -160,10 +159,20 @@ def _control_routes(state: FrontendState, guard: Authorizer) -> APIRouter:
     )
     async def load_model(request: Request, model: str) -> Response:
         """Serve a model of the repository, or another version of it: the parameter ``version``, else the one
-        in the settings, else the highest. The served version answers until the new one is ready; the response
-        is sent once the new one has replaced it."""
+        in the settings, else the highest. The current version answers until the new one is ready; the
+        response is sent once it has replaced the current one. With ``beside``, the new one is served by its
+        number and ``labels``, and the current version stays."""
         parameters = _parameters(await json_body(request))
-        version, warning = await run_in_threadpool(load, state, model, parameters.get("version"))
+        version, warning = await run_in_threadpool(
+            partial(
+                load,
+                state,
+                model,
+                parameters.get("version"),
+                labels=parameters.get("labels", ()),
+                beside=parameters.get("beside", False),
+            )
+        )
         optional = {"warning": warning} if warning else {}
         return JsonAnswer({"name": model, "version": str(version), **optional})
 
@@ -173,12 +182,55 @@ def _control_routes(state: FrontendState, guard: Authorizer) -> APIRouter:
         openapi_extra=takes("ModelUnload"),
     )
     async def unload_model(request: Request, model: str) -> Response:
-        """Stop serving a model. Requests in flight are answered; its rows stay in the stores."""
-        _parameters(await json_body(request))
-        await run_in_threadpool(unload, state, model)
+        """Stop serving a model, or the version of the parameter ``version``. Requests in flight are answered;
+        rows stay in the stores."""
+        parameters = _parameters(await json_body(request))
+        await run_in_threadpool(unload, state, model, parameters.get("version"))
         return JsonAnswer({"name": model})
 
+    _add_switch_routes(router, state, errors)
     return router
+
+
+def _add_switch_routes(router: APIRouter, state: FrontendState, errors: list[int]) -> None:
+    """Add our own routes: labels, and changes of the current version to another served one."""
+
+    @router.post(
+        "/v2/repository/models/{model}/label",
+        responses=answers("ModelUnloaded", errors),
+        openapi_extra=takes("ModelLabel"),
+    )
+    async def label_model(request: Request, model: str) -> Response:
+        """Give the served ``version`` a ``label``, by which requests may name it; without a version, remove
+        the label."""
+        parameters = _parameters(await json_body(request))
+        await run_in_threadpool(
+            label, state, model, parameters.get("label"), parameters.get("version")
+        )
+        return JsonAnswer({"name": model})
+
+    @router.post(
+        "/v2/repository/models/{model}/switch",
+        responses=answers("ModelLoaded", errors),
+        openapi_extra=takes("ModelSwitch"),
+    )
+    async def switch_model(request: Request, model: str) -> Response:
+        """Make a served version the current one, which answers requests without a version: ``version``, a
+        number, a label, or ``latest``."""
+        parameters = _parameters(await json_body(request))
+        version = await run_in_threadpool(switch, state, model, parameters.get("version"))
+        return JsonAnswer({"name": model, "version": str(version)})
+
+    @router.post(
+        "/v2/repository/models/{model}/rollback",
+        responses=answers("ModelLoaded", errors),
+        openapi_extra=takes("ModelRollback"),
+    )
+    async def rollback_model(request: Request, model: str) -> Response:
+        """Make the previous version the current one again."""
+        _parameters(await json_body(request))
+        version = await run_in_threadpool(rollback, state, model)
+        return JsonAnswer({"name": model, "version": str(version)})
 
 
 def _parameters(body: dict[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,7 @@ def _ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
+_VERSION = {"type": ["string", "integer"], "description": "A number or a label."}
 SCHEMAS: dict[str, Any] = {
     "Error": _object(["error"], error={**_TEXT, "description": "Cause and remedy."}),
     "Live": _object(["live"], live={"type": "boolean"}),
@@ -96,7 +97,15 @@ SCHEMAS: dict[str, Any] = {
         ),
     ),
     "RepositoryIndex": _list(
-        _object(["name", "version", "state"], name=_TEXT, version=_TEXT, state=_TEXT, reason=_TEXT)
+        _object(
+            ["name", "version", "state"],
+            name=_TEXT,
+            version=_TEXT,
+            state=_TEXT,
+            reason=_TEXT,
+            labels=_list(_TEXT),
+            current={"type": "boolean"},
+        )
     ),
     "Status": _object(["phase", "ready"], phase=_TEXT, ready={"type": "boolean"}),
     "Models": _object(["models"], models=_list({"type": "object"})),
@@ -165,9 +174,15 @@ SCHEMAS: dict[str, Any] = {
             byte_size=_COUNT,
         )
     ),
-    "ModelLoad": _object([], parameters=_object([], version=_COUNT)),
+    "ModelLoad": _object(
+        [],
+        parameters=_object([], version=_COUNT, labels=_list(_TEXT), beside={"type": "boolean"}),
+    ),
+    "ModelLabel": _object([], parameters=_object(["label"], label=_TEXT, version=_VERSION)),
+    "ModelSwitch": _object([], parameters=_object(["version"], version=_VERSION)),
+    "ModelRollback": _object([], parameters={"type": "object"}),
     "ModelLoaded": _object(["name", "version"], name=_TEXT, version=_TEXT, warning=_TEXT),
-    "ModelUnload": _object([], parameters={"type": "object"}),
+    "ModelUnload": _object([], parameters=_object([], version=_VERSION)),
     "ModelUnloaded": _object(["name"], name=_TEXT),
     "LogSettings": _object(
         [],

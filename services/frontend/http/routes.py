@@ -18,7 +18,7 @@ def http_route(entry: ServedEndpoint, port: InferencePort, max_keys: int) -> Htt
     return InferenceRoute(entry, parser, encoder, port.latency(entry, "200"))
 
 
-def inference_paths(entry: ServedEndpoint) -> tuple[str, str]:
-    """Return the paths of the inference requests to ``entry``."""
-    base = f"/v2/models/{entry.name}"
-    return f"{base}/infer", f"{base}/versions/{entry.version}/infer"
+def inference_path(name: str, version: str) -> str:
+    """Return the path of inference requests to a name's ``version``: a number, a label, or empty."""
+    base = f"/v2/models/{name}"
+    return f"{base}/versions/{version}/infer" if version else f"{base}/infer"

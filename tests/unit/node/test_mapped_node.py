@@ -51,7 +51,7 @@ def open_node(tmp_path, models):
         for node in nodes:
             node.close()
         config = {
-            "models": {"repository": str(models)},
+            "models": {"repository": str(models), "rollback_s": 0},
             "tiers": {
                 "cpu_cache": {"warm": False, **tiers.pop("cpu_cache", {})},
                 "rocksdb": {"path": str(tmp_path / "db"), **tiers.pop("rocksdb", {})},

@@ -47,7 +47,11 @@ def repository(tmp_path):
 def settings(repository, tmp_path):
     with tempfile.TemporaryDirectory(prefix="hps-") as runtime:  # pytest's names are too long
         yield {
-            "models": {"repository": str(repository), "serve": {"words": {"version": 1}}},
+            "models": {
+                "repository": str(repository),
+                "rollback_s": 0,
+                "serve": {"words": {"version": 1}},
+            },
             "tiers": {"rocksdb": {"path": str(tmp_path / "db")}, "cpu_cache": {"share": 0.5}},
             "server": {"runtime": runtime},
         }
@@ -79,7 +83,7 @@ def cached(tier):
 
 
 def gone(node):
-    until(lambda: node.control._retirement.is_idle)
+    until(lambda: node.control._switcher.retirement.is_idle)
 
 
 def test_switch_reaches_all_attached_processes(node, attached, settings):

@@ -20,7 +20,8 @@ from hps.config.server_settings import ApiKey, AuthSettings, ServerSettings
 from hps.dense.base import NetworkTensor
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
-from hps.node.node import Node, ServedModel
+from hps.node.node import Node
+from hps.node.served_versions import ServedModel, ServedModels
 from hps.node.streams import UpdateStreams
 from hps.node.tier_status import TierStatus
 from hps.observability.metrics import Metrics
@@ -153,7 +154,7 @@ def make_small() -> Small:
     metrics = Metrics()
     streams = UpdateStreams([], metrics, ExitStack())
     node = Node(
-        models=models,
+        models=ServedModels(models.values()),
         metrics=metrics,
         tiers=tiers,
         workers=workers,
@@ -166,6 +167,11 @@ def make_small() -> Small:
     state.serve(node)
     # A machine that stalls for seconds must not fail a test that is not about timeouts.
     return Small(node, memory, store, state, ServerSettings(request_timeout_ms=60_000))
+
+
+def serve_models(small: Small, models: Mapping[str, ServedModel]) -> None:
+    """Replace the node's models, by name, as a load does."""
+    small.node.models = ServedModels(models.values())
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ class Process:
 
     def __init__(self, node, number=1):
         self._node, self.number = node, number
-        self.holds, self.serves, self.failed = [], [], {}
+        self.holds, self.serves, self.failed, self.revision = [], [], {}, 0
         self.orders = self.report()
 
     def report(self, leaves=False):
@@ -26,6 +26,7 @@ class Process:
                 "holds": self.holds,
                 "serves": self.serves,
                 "failed": self.failed,
+                "revision": self.revision,
                 "leaves": leaves,
             },
         )
@@ -35,6 +36,7 @@ class Process:
         """Open and serve the versions of the orders, close the others, and report."""
         serve, opened = ([token for _, _, token in self.orders[what]] for what in ("serve", "open"))
         self.serves, self.holds = serve, [*serve, *opened]
+        self.revision = self.orders["revision"]
         return self.report()
 
     def end(self):
@@ -43,7 +45,7 @@ class Process:
 
 @pytest.fixture
 def node():
-    return AttachedProcesses({"words": 1, "clicks": 1})
+    return AttachedProcesses([("words", 1), ("clicks", 1)])
 
 
 def started(node, version=2, model="words", check=lambda: None):
@@ -80,7 +82,7 @@ def test_all_processes_open_version_before_any_serves_it(node):
     late.follow_orders()
     thread.join()
     assert ended == [None]
-    replaced = node.switch()
+    (replaced,) = node.serve([("words", 2), ("clicks", 1)], {})
     assert (replaced.model, replaced.version) == ("words", 1)
     assert not first.report()["open"]
     assert [each[:2] for each in first.orders["serve"]] == [("words", 2), ("clicks", 1)]
@@ -92,8 +94,8 @@ def test_version_that_a_process_may_use_is_kept(node):
     process.follow_orders()
     process.follow_orders()
     thread.join()
-    replaced = node.switch()
-    other = node._served["words"]
+    (replaced,) = node.serve([("words", 2), ("clicks", 1)], {})
+    other = node._served["words", 2]
     assert node.uses(replaced)
     process.report()  # of the other version; a request is on the former one still
     process.serves = [token for _, _, token in process.orders["serve"]]
@@ -108,17 +110,17 @@ def test_version_that_a_process_may_use_is_kept(node):
 def test_reloaded_version_gets_new_token(node):
     process = Process(node)
     process.follow_orders()
-    first = node._served["words"]
+    first = node._served["words", 1]
     for version in (2, 1):
         thread, _ = started(node, version)
         process.report()
         process.follow_orders()
         thread.join()
-        node.switch()
+        node.serve([("words", version), ("clicks", 1)], {})
     process.holds.append(first.token)  # a request has been on it all the while
     process.report()
     assert node.uses(first)
-    assert node._served["words"].token != first.token
+    assert node._served["words", 1].token != first.token
 
 
 @pytest.mark.parametrize(("rejected", "raised"), [(False, Unavailable), (True, Unsupported)])
@@ -194,7 +196,7 @@ def test_closing_node_ends_wait(node):
 def test_settle_waits_for_switch_with_limit(node, monkeypatch, caplog):
     process, starting = Process(node, 9), Process(node)
     process.follow_orders()
-    replaced = node.drop("clicks")
+    (replaced,) = node.serve([("words", 1)], {})
     settled = threading.Thread(target=node.settle, args=(lambda: None,))
     settled.start()
     process.report()
@@ -205,6 +207,6 @@ def test_settle_waits_for_switch_with_limit(node, monkeypatch, caplog):
     starting.end()
     assert not node.uses(replaced)
     monkeypatch.setattr(followers, "_SERVE_S", 0.0)
-    node.drop("words")
+    node.serve([], {})
     node.settle(lambda: None)
     assert "attached processes still serve their previous versions: 9" in caplog.text

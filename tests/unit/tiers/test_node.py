@@ -68,7 +68,7 @@ class Ends:
         def promote(table, keys):
             self.promoted.append((table.name, keys.tolist()))
 
-        self.attached = AttachedProcesses({"m": 1})
+        self.attached = AttachedProcesses([("m", 1)])
         self.server = NodeServer(
             self.folder,
             lambda: tables,

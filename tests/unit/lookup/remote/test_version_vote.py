@@ -19,7 +19,11 @@ def node(standing="ready", former=(), late=False, **models):
 
 def follow(nodes, serves=(), chosen=None):
     reported = VersionVote(SimpleNamespace(all=nodes), chosen).report_versions(
-        {"serves": list(serves)}, 0.0
+        {
+            "serves": list(serves),
+            "current": {model: int(n) for model, n in (each.split("/") for each in serves)},
+        },
+        0.0,
     )
     assert all(token == f"{m}/{n}" for m, n, token in [*reported["serve"], *reported["open"]])
     return [token for *_, token in reported["serve"]], [token for *_, token in reported["open"]]

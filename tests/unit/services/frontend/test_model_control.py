@@ -9,6 +9,7 @@ from tritonclient.utils import InferenceServerException
 
 from hps.config import Settings
 from hps.errors import Unavailable
+from hps.node.served_versions import ServedModels
 from services.frontend import model_control
 from services.frontend.auth import Authorizer
 from services.frontend.http.app import admin_app, data_app
@@ -35,8 +36,9 @@ def test_index_reports_the_state_of_each_model(call, admin, control):
     reported = call(admin, "POST", "/v2/repository/index").json()
     found = [(each["name"], each["version"], each["state"], each["reason"]) for each in reported]
     assert found[:2] == [("ctr", "1", "READY", ""), ("ctr.lookup", "1", "READY", "")]
-    assert found[-2:] == [
+    assert found[-3:] == [
         ("ctr", "2", "LOADING", ""),
+        ("other", "1", "UNAVAILABLE", "unloaded"),
         ("other", "7", "UNAVAILABLE", "unloaded"),
     ]
     ready = call(admin, "POST", "/v2/repository/index", json={"ready": True}).json()
@@ -124,7 +126,7 @@ def test_models_are_refreshed_after_a_failed_change(small, control):
     small.state.serve(small.node)
 
     def load(name, version=None):
-        small.node.models = {}
+        small.node.models = ServedModels()
         raise Unavailable("half way")
 
     control.load = load

@@ -9,13 +9,15 @@ import pytest
 from hps.errors import NotFound
 from services.frontend.state import FrontendState
 from services.frontend.statistics import Statistics
+from tests.unit.services.conftest import serve_models
 
 
 def test_names_of_unchanged_models_keep_their_statistics(small):
-    state, models = small.state, small.node.models
+    state, models = small.state, dict(small.node.models)
     before = dict(state.entries)
     models["words"] = replace(models["words"], version=2)
     del models["halves"]
+    serve_models(small, models)
     state.serve(small.node)
     assert list(state.entries) == ["ctr", "ctr.lookup", "words", "words.lookup"]
     assert state.entries["ctr"] is before["ctr"]
@@ -35,11 +37,11 @@ def test_watcher_is_called_before_the_server_is_ready(small):
 
 def test_server_without_models_becomes_ready_with_the_first_one(small):
     models = dict(small.node.models)
-    small.node.models.clear()
+    serve_models(small, {})
     state = FrontendState()
     state.serve(small.node)
     assert state.phase == "empty"
-    small.node.models.update(models)
+    serve_models(small, models)
     state.serve(small.node)
     assert state.ready
 

@@ -13,7 +13,7 @@ from hps.types import Source
 from hps.v1 import lookup_pb2 as pb
 from services.frontend.request_observer import RequestObserver
 from tests.support.waiting import until
-from tests.unit.services.conftest import ROW_VERSION, row
+from tests.unit.services.conftest import ROW_VERSION, row, serve_models
 
 
 class Client:
@@ -281,7 +281,7 @@ def test_health_service_reports_the_lookup_service(channel):
 
 def other_version(small, version):
     served = small.node.models["words"]
-    small.node.models = {**small.node.models, "words": replace(served, version=version)}
+    serve_models(small, {**small.node.models, "words": replace(served, version=version)})
     small.state.serve(small.node)
 
 
@@ -327,6 +327,6 @@ def test_unloaded_model_is_not_found(client, small):
     small.state.call_later = lambda _seconds, _work: None
     first = question("words", keys("left", 1), version=1)
     client.lookup(first)
-    small.node.models = {n: m for n, m in small.node.models.items() if n != "words"}
+    serve_models(small, {n: m for n, m in small.node.models.items() if n != "words"})
     small.state.serve(small.node)
     assert refused(client.lookup, first)[0] == "NOT_FOUND"

@@ -31,7 +31,7 @@ from hps.v1 import lookup_pb2 as pb
 from tests.support import redis_servers
 from tests.support.waiting import until
 from tests.unit.services import conftest as support
-from tests.unit.services.conftest import row
+from tests.unit.services.conftest import row, serve_models
 from tests.unit.services.frontend.grpc.conftest import running
 
 INT64 = np.int64
@@ -311,12 +311,12 @@ def test_removed_version_is_noticed_by_a_lookup(serve, connect, small, monkeypat
         # A poll that is the first to hear of the change makes it another error.
         patch.setattr(nodes, "_start_polls", lambda: None)
         until(lambda: not nodes._polls)
-        small.node.models["words"] = replace(served, version=2)
+        serve_models(small, {**small.node.models, "words": replace(served, version=2)})
         small.state.serve(small.node)
         with pytest.raises(Unavailable, match="version 1 is not found"):
             remote.lookup(left(1))
         assert problems(remote)
-    small.node.models["words"] = served
+    serve_models(small, {**small.node.models, "words": served})
     small.state.serve(small.node)
     until(lambda: not problems(remote))
     assert remote.lookup(left(1)).vectors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hps.node.served_versions import ServedModels
 from services.frontend import log_settings
 from services.frontend.auth import Authorizer
 from services.frontend.http.app import admin_app, data_app
@@ -37,7 +38,7 @@ def test_server_is_live_from_the_start_and_ready_with_its_models(small, make, ca
 
 def test_server_without_a_model_is_not_ready(small, call, error):
     state = FrontendState()
-    small.node.models.clear()
+    small.node.models = ServedModels()
     state.serve(small.node)
     reply = call(data_app(state, small.settings, Authorizer()), "GET", "/v2/health/ready")
     assert reply.status_code == 503
@@ -74,7 +75,14 @@ def test_index_lists_all_names(data, call):
     assert call(data, "GET", "/v2/models").json() == {"models": names}
     index = call(data, "POST", "/v2/repository/index", json={"ready": True}).json()
     assert [entry["name"] for entry in index] == names
-    assert index[0] == {"name": "ctr", "version": "1", "state": "READY", "reason": ""}
+    assert index[0] == {
+        "name": "ctr",
+        "version": "1",
+        "state": "READY",
+        "reason": "",
+        "labels": [],
+        "current": True,
+    }
     assert call(data, "POST", "/v2/repository/index").json() == index
 
 

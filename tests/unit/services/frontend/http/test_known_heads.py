@@ -12,7 +12,7 @@ import pytest
 
 from hps.observability import metric_names as m
 from services.frontend.http.response import HttpResponseEncoder
-from services.frontend.http.routes import inference_paths
+from tests.unit.services.conftest import serve_models
 
 pytestmark = pytest.mark.private_interface("no head is known")
 
@@ -339,14 +339,16 @@ def test_number_of_cached_heads_is_bounded(small, http, connect):
 def test_cached_head_reaches_the_current_model(small, http, connect):
     async def scenario():
         protocol, wire = connect()
-        models = small.node.models
+        models = dict(small.node.models)
         await http.read(protocol, http.binary([1]))
         models["words"] = replace(models["words"], version=2)
+        serve_models(small, models)
         small.state.serve(small.node)
         await http.read(protocol, http.binary([1]))
         assert wire.statuses == [200, 200]
         assert wire.data.index(b'"model_version":"1"') < wire.data.index(b'"model_version":"2"')
         del models["words"]
+        serve_models(small, models)
         small.state.serve(small.node)
         await http.read(protocol, http.binary([1]))
         await http.until(lambda: wire.statuses == [200, 200, 404])
@@ -388,7 +390,7 @@ def test_request_in_pieces_caches_only_its_own_head(small, http, connect, size, 
             await http.until(lambda wire=wire: wire.statuses == [200, 200])
             for text, head in app._heads.items():
                 assert text in (one[: -head.body_size], other[: -head.body_size])
-                assert text.split()[1].decode() in inference_paths(head.route.entry)
+                assert app._routes[text.split()[1].decode()] is head.route
                 assert (b"x-first" in head.headers) == (b"X-First" in text)
                 known.add(text)
         assert len(known) == 2

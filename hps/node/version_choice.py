@@ -1,0 +1,201 @@
+"""Choice of the served versions of a model, and the file in which a node keeps the choices.
+
+Requests to load, switch, label and unload change the choice; the next start serves it again, also after
+``kill -9`` at any moment: the file is replaced by one rename, before the change becomes visible."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hps.config import Settings
+from hps.config.schema import VersionPolicy
+from hps.errors import Unavailable
+from hps.models.staging import fsync_path
+from hps.node.served_versions import VersionNames
+
+log = logging.getLogger(__name__)
+FILE_NAME = "hps-served-versions.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class VersionChoice:
+    """Versions of one model to serve.
+
+    ``current`` answers requests without a version, and ``follows``: it is replaced by newer versions of a
+    watched repository. ``by_policy`` are versions that the settings' policy chose, ``pinned`` those
+    that a request loaded beside the current one. ``previous`` is the version that `rollback` goes back to."""
+
+    current: int
+    follows: bool = True
+    by_policy: frozenset[int] = frozenset()
+    pinned: frozenset[int] = frozenset()
+    labels: Mapping[str, int] = field(default_factory=dict)
+    previous: int | None = None
+
+    @property
+    def versions(self) -> set[int]:
+        """The versions to serve, without a previous one that is kept for a while."""
+        return {self.current, *self.by_policy, *self.pinned, *self.labels.values()}
+
+    def names(self) -> VersionNames:
+        return VersionNames(self.current, self.labels)
+
+    def switched(self, version: int, *, follows: bool) -> VersionChoice:
+        """With another current version."""
+        if version == self.current:
+            return replace(self, follows=follows)
+        return replace(self, current=version, follows=follows, previous=self.current)
+
+    def without(self, versions: set[int]) -> VersionChoice:
+        """Without these versions, none of which is the current one."""
+        return replace(
+            self,
+            by_policy=self.by_policy - versions,
+            pinned=self.pinned - versions,
+            labels={label: n for label, n in self.labels.items() if n not in versions},
+            previous=None if self.previous in versions else self.previous,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "current": self.current,
+            "follows": self.follows,
+            "by_policy": sorted(self.by_policy),
+            "pinned": sorted(self.pinned),
+            "labels": dict(self.labels),
+            "previous": self.previous,
+        }
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> VersionChoice:
+        """Raises KeyError, TypeError or ValueError for something else."""
+        return cls(
+            int(found["current"]),
+            bool(found["follows"]),
+            frozenset(map(int, found["by_policy"])),
+            frozenset(map(int, found["pinned"])),
+            {str(label): int(n) for label, n in found["labels"].items()},
+            None if found["previous"] is None else int(found["previous"]),
+        )
+
+
+def policy_of(settings: Settings, name: str) -> VersionPolicy:
+    """The version policy of a model."""
+    override = (settings.models.serve or {}).get(name)
+    chosen = None if override is None else override.versions
+    return settings.models.versions if chosen is None else chosen
+
+
+def stated_version(settings: Settings, name: str) -> int | None:
+    """The version that the settings state as a model's current one."""
+    override = (settings.models.serve or {}).get(name)
+    return None if override is None else override.version
+
+
+def chosen_by_settings(settings: Settings, name: str, available: list[int]) -> VersionChoice:
+    """The choice of the settings; ``available`` versions, ascending, at least one."""
+    stated = stated_version(settings, name)
+    override = (settings.models.serve or {}).get(name)
+    if stated is not None:
+        alone = override is None or override.versions is None
+        policy = frozenset() if alone else frozenset(policy_of(settings, name).select(available))
+        return VersionChoice(stated, follows=False, by_policy=policy | {stated})
+    found = policy_of(settings, name).select(available)
+    return VersionChoice(max(found, default=available[-1]), by_policy=frozenset(found))
+
+
+class ChoiceFile:
+    """The choices of one node, by model, in a file that only this node writes. Not thread-safe.
+
+    A model's choice ends when its settings change: then these apply. None: the model was unloaded."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.path = choice_path(settings)
+        self._found: dict[str, dict[str, Any]] = {}
+        if self.path is not None:
+            self._found = _read(self.path)
+
+    def choices(self) -> dict[str, VersionChoice | None]:
+        """The recorded choices of models whose settings are as they were."""
+        choices: dict[str, VersionChoice | None] = {}
+        for name, entry in self._found.items():
+            if entry.get("settings") != self._settings_of(name):
+                log.warning(
+                    "model %s: its settings have changed, so the versions chosen at run time are dropped",
+                    name,
+                )
+                continue
+            choice = entry.get("choice")
+            choices[name] = None if choice is None else VersionChoice.from_json(choice)
+        return choices
+
+    def write(self, name: str, choice: VersionChoice | None) -> None:
+        """Record a model's choice. Raises Unavailable if the file cannot be written."""
+        if self.path is None:
+            return
+        entry = {
+            "settings": self._settings_of(name),
+            "choice": None if choice is None else choice.as_json(),
+        }
+        found = self._found | {name: entry}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            hidden = self.path.with_name(self.path.name + ".new")
+            hidden.write_text(json.dumps({"format": _FORMAT, "models": found}, indent=1))
+            fsync_path(hidden)
+            hidden.replace(self.path)
+            fsync_path(self.path.parent)
+        except OSError as error:
+            raise Unavailable(
+                f"{self.path}: writing the served versions failed: {error.strerror}; nothing was changed; "
+                "free the disk, or set models.state to a writable file"
+            ) from error
+        self._found = found
+
+    def _settings_of(self, name: str) -> dict[str, Any]:
+        return {
+            "version": stated_version(self._settings, name),
+            "versions": policy_of(self._settings, name).model_dump(mode="json"),
+        }
+
+
+def choice_path(settings: Settings) -> Path | None:
+    """File of a node's choices: `models.state`, else in its RocksDB's folder; None: kept in memory."""
+    rocksdb = settings.tiers.rocksdb
+    if settings.models.state is not None:
+        return settings.models.state
+    if rocksdb.enabled and rocksdb.access == "primary":
+        return rocksdb.path / FILE_NAME
+    return None
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """The file's entries; of a file that cannot be read none, with a warning."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        log.warning(
+            "%s: reading the served versions failed: %s; using the settings", path, error.strerror
+        )
+        return {}
+    try:
+        found = json.loads(text)
+        if found["format"] != _FORMAT:
+            raise ValueError(f"format {found['format']}")
+        models: dict[str, dict[str, Any]] = found["models"]
+        for entry in models.values():
+            if entry["choice"] is not None:
+                VersionChoice.from_json(entry["choice"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s: invalid list of served versions (%s); using the settings", path, error)
+        return {}
+    return models

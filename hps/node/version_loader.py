@@ -1,0 +1,162 @@
+"""Version loader: make a version of a model ready next to those that a node serves.
+
+1. Check its files and open its network.
+2. Load its rows into the stores.
+3. Add its tables to the CPU cache, filled with the keys that are hot in the current version.
+4. If it is to be the current version, let the update streams feed its tables, from where its files end,
+   until they have caught up.
+
+A failure undoes all steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import product
+
+from hps.config import Settings
+from hps.errors import Unavailable, Unsupported
+from hps.models.repository import ModelVersion
+from hps.node.caches import NodeCaches
+from hps.node.gpu_caches import NodeGpus
+from hps.node.model_opening import OpenedModel, open_model, watermarks_of
+from hps.node.node import Node
+from hps.node.served_versions import ServedModel
+from hps.node.serving_context import ServingContext, freshness_of
+from hps.node.stores import NodeStores
+from hps.types import EmbeddingTable, NoProgress, Progress
+
+_CHECK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """Parts of an open node that a change of its models needs.
+
+    ``opened`` and its ``tables`` are the node's lists, which `ModelControl` keeps up to date.
+    """
+
+    settings: Settings
+    serving: ServingContext
+    stores: NodeStores
+    caches: NodeCaches
+    devices: NodeGpus
+    opened: list[OpenedModel]
+    tables: list[EmbeddingTable]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A version that is ready. ``resources`` closes its network; ``warning`` is for the operator."""
+
+    opened: OpenedModel
+    served: ServedModel
+    resources: ExitStack
+    warning: str = ""
+
+
+class VersionLoader:
+    """Loads versions for one node. One thread at a time may call it; ``closed`` ends its waits."""
+
+    def __init__(self, parts: NodeParts, node: Node, closed: threading.Event) -> None:
+        self._settings = parts.settings
+        self._parts = parts
+        self._node = node
+        self._closed = closed
+
+    def load(
+        self,
+        found: ModelVersion,
+        current: OpenedModel | None,
+        kept: Collection[OpenedModel],
+        undo: ExitStack,
+        progress: Progress | None = None,
+    ) -> LoadedModel:
+        """Make ``found`` ready; ``undo`` removes it again.
+
+        Its caches are filled after those of ``current``, and share the memory with those of ``kept``."""
+        parts, progress, node = self._parts, progress or NoProgress(), self._node
+        own = undo.enter_context(ExitStack())
+        model = open_model(found, self._settings, own)
+        undo.callback(parts.stores.remove, model)
+        parts.stores.add(model, progress)
+        self.require_open()
+        undo.callback(parts.caches.drop, model)
+        others = [table for each in kept for table in each.tables.values()]
+        warning = parts.caches.add(model, current, others, progress)
+        freshness = freshness_of(self._settings, found.name, node.metrics)
+        served = parts.serving.serve(model, node.metrics, parts.devices, freshness)
+        undo.callback(node.metrics.release, found.name, found.version)
+        return LoadedModel(model, served, own, warning)
+
+    def free(self, model: OpenedModel) -> None:
+        """Free a version's part of the caches, and its metrics."""
+        self._parts.caches.drop(model)
+        self._node.metrics.release(model.version.name, model.version.version)
+
+    def feed(self, current: Mapping[str, OpenedModel]) -> None:
+        """Let the update streams feed the tables of the ``current`` versions, and no others."""
+        if self._closed.is_set():
+            return
+        tables = [table for each in current.values() for table in each.tables.values()]
+        self._node.streams.set_tables(tables, watermarks_of(current.values()))
+
+    def catch_up(self, model: OpenedModel) -> None:
+        """Wait until the update streams have fed ``model``. Raises Unavailable after `models.catch_up_s`."""
+        self._catch_up_here(model)
+        self._require_fed(model)
+
+    def require_replayable_updates(self, name: str) -> None:
+        """Raise Unsupported if another version could not read the updates that the current one has."""
+        directory = self._settings.updates.directory
+        if directory is not None and directory.takes(name):
+            raise Unsupported(
+                f"'{name}' is updated from files (updates.directory), and applied files are not "
+                "read again: another version would miss their rows; unload the model, load the version, and "
+                f"move the files it needs from {directory.path / 'applied'} back to {directory.path}"
+            )
+
+    def require_open(self) -> None:
+        """Raise Unavailable while the node is being closed."""
+        if self._closed.is_set():
+            raise Unavailable("the node is being closed; ask another replica")
+
+    def _catch_up_here(self, model: OpenedModel) -> None:
+        tables, wait_s = list(model.tables.values()), self._settings.models.catch_up_s
+        until = time.monotonic() + wait_s
+        while behind := self._node.streams.behind(tables):
+            if time.monotonic() > until:
+                raise Unavailable(
+                    f"model '{model.version.name}' version {model.version.version} was not brought up to "
+                    f"date within {wait_s:g} s (models.catch_up_s): {behind}; the version served stays"
+                )
+            self._closed.wait(_CHECK_EVERY_S)
+            self.require_open()
+
+    def _require_fed(self, model: OpenedModel) -> None:
+        """Wait until a Redis fed by `hps ingest` has the updates of the version that this node has read."""
+        kafka = self._settings.updates.kafka
+        if kafka is None or kafka.shared_writer != "ingest":
+            return
+        contained = watermarks_of([model])
+        until = time.monotonic() + self._settings.models.catch_up_s
+        for store, table in product(
+            self._parts.stores.update_targets(shared=True), model.tables.values()
+        ):
+            for (topic, partition), offset in self._node.streams.reached(table).items():
+                if contained.get(table, {}).get(topic, {}).get(str(partition), 0) >= offset:
+                    continue
+                while (at := store.store.applied(table, topic, partition) or 0) < offset:
+                    if not at or time.monotonic() > until:
+                        raise Unavailable(
+                            f"model '{model.version.name}' version {model.version.version}: {store.name} "
+                            f"has the updates of table '{table.name}' up to {at} of {topic}/{partition}, "
+                            f"this node up to {offset}: no `hps ingest` feeds this version, or it is "
+                            "behind; start one for it beside the other (docs/updates.md), wait until "
+                            "its lag is 0, and load again; nothing was changed"
+                        )
+                    self._closed.wait(_CHECK_EVERY_S)
+                    self.require_open()

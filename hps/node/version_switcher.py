@@ -1,0 +1,297 @@
+"""Version switcher: make a node serve a choice of versions, in all its processes.
+
+Everything that may fail comes first: the version is loaded, fed and opened by attached processes, and the
+choice is written to the node's file. Then requests are sent to it. A failure changes nothing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+
+from hps.models.repository import ModelVersion
+from hps.node.model_opening import OpenedModel
+from hps.node.node import Node
+from hps.node.served_versions import ServedModel, ServedModels
+from hps.node.version_choice import ChoiceFile, VersionChoice
+from hps.node.version_loader import LoadedModel, NodeParts, VersionLoader
+from hps.node.version_retirement import LastRequest, ReplacedVersion, VersionRetirement
+from hps.observability import metric_names as m
+from hps.periodic import PeriodicThread
+from hps.tiers.node import AttachedProcesses, LoadedVersion
+from hps.types import Progress
+
+log = logging.getLogger(__name__)
+_EXPIRE_EVERY_S = 0.5
+
+Key = tuple[str, int]
+"""A model's name and one of its versions."""
+
+
+class VersionSwitcher:
+    """Changes the served versions of one open node. Callers of its methods must hold ``turn``."""
+
+    def __init__(
+        self,
+        parts: NodeParts,
+        node: Node,
+        attached: AttachedProcesses,
+        resources: ExitStack,
+        file: ChoiceFile,
+        choices: Mapping[str, VersionChoice],
+    ) -> None:
+        """``resources`` close the networks of versions loaded later; after all threads of the node.
+
+        ``choices``: what is served of each model; ``file`` records changes."""
+        self.turn = threading.Lock()
+        self.closed = threading.Event()
+        self.loader = VersionLoader(parts, node, self.closed)
+        self.choices: Mapping[str, VersionChoice] = choices
+        """What is served of each model; replaced by changes."""
+        self.loading: Mapping[str, int] = {}
+        """Versions being loaded, by model."""
+        self.warnings: Mapping[str, str] = {}
+        """Warnings about loaded versions, by model."""
+        self.on_change: list[Callable[[], None]] = []
+        """Called, on any thread, after the served versions have changed."""
+        self._rollback_s = parts.settings.models.rollback_s
+        self._opened, self._tables = parts.opened, parts.tables
+        self._node, self._attached, self._file = node, attached, file
+        self._to_close = resources
+        self._resources: dict[Key, ExitStack] = {}  # of versions loaded later
+        self._warm: dict[str, tuple[int, float]] = {}  # kept for a rollback, until when
+        self._expiry = PeriodicThread(self._expire, _EXPIRE_EVERY_S, "hps-rollback", idle_rounds=1)
+        self.retirement = VersionRetirement(parts.stores, self.loader.free, self._needed, self.turn)
+        for served in node.models:
+            self._create_load_counter(served)
+        node.metrics.gauges(m.MODEL_SERVED, self._served_gauge)
+        node.metrics.gauges(m.MODEL_LABEL, self._label_gauge)
+
+    def close(self) -> None:
+        """Wait for a running change, then reject others; does not wait for requests."""
+        self.closed.set()
+        with self.turn:
+            pass
+        self._expiry.close(timeout_s=None)
+        self.retirement.close()
+
+    def served(self, name: str, version: int) -> ServedModel | None:
+        return next((s for s in self._node.models.of(name) if s.version == version), None)
+
+    def opened(self) -> list[OpenedModel]:
+        """The served versions with their files. Needs no ``turn``."""
+        return [*self._opened]
+
+    def opened_model(self, served: ServedModel) -> OpenedModel:
+        of = served.name, served.version
+        return next(each for each in self._opened if _key_of(each) == of)
+
+    def _needed(self, name: str) -> set[int]:
+        choice = self.choices.get(name)
+        previous = None if choice is None else choice.previous
+        served = {each.version for each in self._node.models.of(name)}
+        return served if previous is None else served | {previous}
+
+    def apply(
+        self,
+        name: str,
+        choice: VersionChoice | None,
+        reason: str,
+        found: ModelVersion | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Serve ``choice`` of a model, None: nothing; ``found`` is loaded first, unless it is served.
+
+        If it raises, nothing has changed."""
+        former, current = self.choices.get(name), self._node.models.get(name)
+        switches = choice is not None and (former is None or former.current != choice.current)
+        if switches and current is not None:
+            self.loader.require_replayable_updates(name)
+        if found is not None and self.served(name, found.version) is not None:
+            found = None
+        if found is None and choice == former:
+            return
+        started = time.monotonic()
+        if found is not None:
+            self.loading = {**self.loading, name: found.version}
+        try:
+            with ExitStack() as undo:
+                loaded = self._load(found, choice, undo, progress)
+                self._commit(name, choice, loaded, undo)
+                undo.pop_all()
+        finally:
+            self.loading = {n: v for n, v in self.loading.items() if n != name}
+        self._report(name, choice, loaded, reason if switches else "", time.monotonic() - started)
+        self._attached.settle(self.loader.require_open)
+        for changed in self.on_change:
+            changed()
+
+    def _load(
+        self,
+        found: ModelVersion | None,
+        choice: VersionChoice | None,
+        undo: ExitStack,
+        progress: Progress | None,
+    ) -> LoadedModel | None:
+        if found is None or choice is None:
+            return None
+        current = self._node.models.get(found.name)
+        kept = [
+            each
+            for each in self._opened
+            if each.version.name != found.name or each.version.version in choice.versions
+        ]
+        old = None if current is None else self.opened_model(current)
+        return self.loader.load(found, old, kept, undo, progress)
+
+    def _commit(
+        self, name: str, choice: VersionChoice | None, loaded: LoadedModel | None, undo: ExitStack
+    ) -> None:
+        """Serve ``choice``, for which everything is ``loaded``; ``undo`` covers what may still fail."""
+        opened = [*self._opened, *([loaded.opened] if loaded else [])]
+        before = self._current_models(self._node.models, self._opened)
+        warm = self._warm_after(name, choice)
+        keep = set() if choice is None else choice.versions | ({warm[0]} if warm else set())
+        served = [
+            each
+            for each in (*self._node.models.versions, *([loaded.served] if loaded else []))
+            if each.name != name or each.version in keep
+        ]
+        order = {each: i for i, each in enumerate(self._node.models)}
+        served.sort(key=lambda each: (order.get(each.name, len(order)), each.version))
+        choices = {n: each for n, each in self.choices.items() if n != name}
+        if choice is not None:
+            choices[name] = choice
+        models = ServedModels(served, {n: each.names() for n, each in choices.items()})
+        after = self._current_models(models, opened)
+        if {id(each) for each in before.values()} != {id(each) for each in after.values()}:
+            undo.callback(self.loader.feed, before)
+            self.loader.feed(after)
+            if choice is not None and name in after and after[name] is not before.get(name):
+                self.loader.catch_up(after[name])
+        if loaded is not None:
+            undo.callback(self._attached.withdraw)
+            version = loaded.opened.version
+            self._attached.fingerprints[version.key] = version.fingerprint
+            self._attached.open(name, version.version, self.loader.require_open)
+        if choice is None or choice != self.choices.get(name):
+            self._file.write(name, choice)
+        former, self._node.models = self._node.models, models
+        names = {n: each.as_json() for n, each in models.names.items()}
+        dropped = self._attached.serve([(each.name, each.version) for each in served], names)
+        self.choices = choices
+        self._warm.pop(name, None)
+        if warm is not None:
+            self._warm[name] = warm
+            self._expiry.start()
+        if loaded is not None:
+            self._resources[name, loaded.served.version] = self._to_close.enter_context(
+                loaded.resources.pop_all()
+            )
+        self._opened[:] = opened
+        undo.pop_all()
+        still = {id(each) for each in served}
+        gone = [each for each in former.versions if id(each) not in still]
+        self._retire_all(gone, {(each.model, each.version): each for each in dropped})
+
+    def _current_models(
+        self, models: ServedModels, opened: list[OpenedModel]
+    ) -> dict[str, OpenedModel]:
+        current = {(each.name, each.version) for each in models.values()}
+        return {each.version.name: each for each in opened if _key_of(each) in current}
+
+    def _warm_after(self, name: str, choice: VersionChoice | None) -> tuple[int, float] | None:
+        """The version to keep ready for a rollback once ``choice`` is served, and until when."""
+        if choice is None or (former := self.choices.get(name)) is None:
+            return None
+        if former.current == choice.current:
+            warm = self._warm.get(name)
+            return warm if warm is not None and warm[0] == choice.previous else None
+        if choice.previous != former.current:  # it was removed from the repository
+            return None
+        seconds = self._rollback_s
+        return (former.current, time.monotonic() + seconds) if seconds else None
+
+    def _expire(self) -> bool:
+        """Free versions that were kept for a rollback long enough."""
+        for name, (_, until) in [*self._warm.items()]:
+            # While a version is loaded, the next round tries again.
+            if time.monotonic() < until or not self.turn.acquire(blocking=False):
+                continue
+            try:
+                warm = self._warm.get(name)
+                if not self.closed.is_set() and warm is not None and time.monotonic() >= warm[1]:
+                    del self._warm[name]
+                    with ExitStack() as undo:
+                        self._commit(name, self.choices[name], None, undo)
+            finally:
+                self.turn.release()
+            for changed in self.on_change:
+                changed()
+        return bool(self._warm)
+
+    def _retire_all(
+        self, gone: Iterable[ServedModel], dropped: Mapping[Key, LoadedVersion]
+    ) -> None:
+        """Free ``gone`` versions once no request uses them, in this process or a remote one."""
+        for served in gone:
+            of, old = (served.name, served.version), self.opened_model(served)
+            self._opened[:] = [each for each in self._opened if each is not old]
+            is_used = partial(self._attached.uses, dropped[of])
+            last, resources = LastRequest(served.engine), self._resources.pop(of, None)
+            self.retirement.retire(ReplacedVersion(old, resources, last, is_used))
+        self._tables[:] = [table for each in self._opened for table in each.tables.values()]
+
+    def _report(
+        self,
+        name: str,
+        choice: VersionChoice | None,
+        loaded: LoadedModel | None,
+        reason: str,
+        seconds: float,
+    ) -> None:
+        """Log and count a change; ``reason`` is empty if the current version is as before."""
+        if choice is None:
+            self._warn(name, "")
+            log.info("model %s: unloaded", name)
+            return
+        if loaded is not None:
+            self._warn(name, loaded.warning)
+            self._node.metrics.counter(m.MODEL_LOADS, name, "served").add()
+            self._create_load_counter(name)
+            log.info(
+                "model %s: version %d is served after %.1f s",
+                name,
+                loaded.served.version,
+                seconds,
+            )
+        if reason:
+            self._node.metrics.counter(m.MODEL_SWITCHES, name, reason).add()
+            log.info("model %s: version %d is the current one (%s)", name, choice.current, reason)
+
+    def _warn(self, name: str, warning: str) -> None:
+        others = {model: text for model, text in self.warnings.items() if model != name}
+        self.warnings = others | ({name: warning} if warning else {})
+        if warning:
+            log.warning("model %s: %s", name, warning)
+
+    def _create_load_counter(self, served: str) -> None:
+        """Create the counter at the start: an alert would miss the first increment otherwise."""
+        self._node.metrics.counter(m.MODEL_LOADS, served, "failed")
+
+    def _served_gauge(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        models = self._node.models
+        for each in models.versions:
+            yield (each.name, str(each.version)), models[each.name] is each
+
+    def _label_gauge(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        for name, names in self._node.models.names.items():
+            for label, version in names.labels.items():
+                yield (name, label), version
+
+
+def _key_of(model: OpenedModel) -> Key:
+    return model.version.name, model.version.version

@@ -1,0 +1,313 @@
+"""Several versions of a model on one node: requests by version, labels, switch, rollback, state, watch."""
+
+import json
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import hps
+from hps.config.model_schema import ModelSpec
+from hps.errors import BadRequest, ModelError, NotFound, Unavailable
+from hps.models.version_writer import write_version
+from hps.node.version_choice import FILE_NAME
+from hps.observability import metric_names as m
+from tests.support.waiting import until
+
+SPEC = {"name": "words", "tables": [{"name": "left", "dim": 4}, {"name": "right", "dim": 2}]}
+ROWS = 300
+
+
+def write(root, *versions):
+    """Row ``k`` of version ``v`` is full of ``1000 * v + k``."""
+    keys = np.arange(ROWS)
+    for version in versions:
+        tables = {
+            table["name"]: (
+                keys,
+                np.full((ROWS, table["dim"]), 1000 * version, np.float32) + keys[:, None],
+            )
+            for table in SPEC["tables"]
+        }
+        write_version(root, ModelSpec.model_validate(SPEC), version, tables)
+
+
+@pytest.fixture
+def repository(tmp_path):
+    write(tmp_path / "models", 1, 2, 3)
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def settings(repository, tmp_path):
+    return {
+        "models": {"repository": str(repository)},
+        "tiers": {
+            "rocksdb": {"path": str(tmp_path / "db")},
+            "cpu_cache": {"share": 0.5},
+        },
+    }
+
+
+@pytest.fixture
+def node(settings):
+    with hps.open(settings) as opened:
+        yield opened
+
+
+def value(node, version=None):
+    """The version that the rows of a lookup are of."""
+    keys = np.arange(ROWS)
+    result = node.lookup("words", {"left": keys, "right": keys}, version=version)
+    assert not result.degraded
+    assert not result.defaulted
+    (found,) = {int(v) for n in result.vectors for v in result.vectors[n][:, 0] - keys}
+    return found // 1000
+
+
+def served(node):
+    return sorted(each.version for each in node.models.of("words"))
+
+
+def cached(node):
+    return {table.version for table in node.tiers[0].tier._tables}
+
+
+def counted(node, reason):
+    return node.metrics.counter(m.MODEL_SWITCHES, "words", reason).value
+
+
+def test_requests_name_versions_and_labels(node):
+    assert (value(node), served(node)) == (3, [3])
+    assert node.load("words", 1, switch=False, labels=["stable"]) == 1
+    node.load("words", 2, switch=False, labels=["canary", "next"])
+    expected = {None: 3, 3: 3, "1": 1, 2: 2, "stable": 1, "canary": 2, "next": 2, "latest": 3}
+    assert {version: value(node, version) for version in expected} == expected
+    with pytest.raises(
+        NotFound,
+        match=r"'words' version staging is not found; versions 1, 2, 3 are served; "
+        r"labels: canary \(2\), next \(2\), stable \(1\)",
+    ):
+        value(node, "staging")
+    with pytest.raises(NotFound, match=r"version 9 is not found"):
+        value(node, 9)
+    status = node.status()["models"]
+    assert [(s["version"], s["current"], s["labels"]) for s in status] == [
+        (1, False, ["stable"]),
+        (2, False, ["canary", "next"]),
+        (3, True, []),
+    ]
+    rendered = node.metrics.render().decode()
+    assert 'hps_model_label_version{label="canary",model="words"} 2' in rendered.replace(
+        'model="words",label="canary"', 'label="canary",model="words"'
+    )
+
+
+def test_switch_and_rollback_keep_the_previous_version_warm(node):
+    node.load("words", 2)
+    assert (value(node), served(node)) == (2, [2, 3])
+    engine = node.model("words", 3).engine
+    assert node.rollback("words") == 3
+    assert node.model("words").engine is engine  # it was still in memory
+    assert (value(node), counted(node, "rollback"), counted(node, "load")) == (3, 1, 1)
+    node.load("words", 1)  # one version is kept at most
+    assert served(node) == [1, 3]
+    assert node.switch("words", 3) == 3
+    assert value(node) == 3
+    del engine
+    until(lambda: cached(node) == {1, 3})
+    with pytest.raises(NotFound, match="version 2 is not found; versions 1, 3 are served"):
+        node.switch("words", 2)
+
+
+def test_previous_version_is_freed_after_its_time(settings):
+    settings["models"]["rollback_s"] = 0.3
+    with hps.open(settings) as node:
+        changes = []
+        node.control.on_change.append(lambda: changes.append(served(node)))
+        node.load("words", 2)
+        until(lambda: served(node) == [2])
+        until(lambda: cached(node) == {2})
+        assert changes == [[2, 3], [2]]
+        assert node.rollback("words") == 3  # is loaded again
+        assert value(node) == 3
+
+
+def test_labels_move_and_keep_their_versions(node):
+    node.load("words", 1, switch=False, labels=["stable"])
+    node.label("words", "stable", 3)
+    assert value(node, "stable") == 3
+    assert served(node) == [1, 3]  # loaded on request
+    node.label("words", "old", "1")
+    with pytest.raises(BadRequest, match="has the label 'old'"):
+        node.unload("words", 1)
+    node.label("words", "old", None)
+    with pytest.raises(NotFound, match="version old is not found"):
+        node.label("words", "old", None)
+    node.unload("words", 1)
+    assert served(node) == [3]
+    node.load("words", 2)
+    with pytest.raises(BadRequest, match="is the current one"):
+        node.unload("words", 2)
+    for label in ("latest", "7", "", "a b", "x" * 65):
+        with pytest.raises(BadRequest, match="cannot be a label"):
+            node.label("words", label, 2)
+
+
+def test_versions_and_labels_are_served_after_a_restart(settings, repository, tmp_path):
+    with hps.open(settings) as node:
+        node.load("words", 1, switch=False, labels=["stable"])
+        node.load("words", 2)
+    write(repository, 4)
+    with hps.open(settings) as node:
+        assert (value(node), value(node, "stable"), served(node)) == (2, 1, [1, 2])
+        assert node.rollback("words") == 3
+    with hps.open(settings) as node:
+        assert (value(node), value(node, "stable")) == (3, 1)
+        node.unload("words")
+    with hps.open(settings) as node:
+        assert not node.models
+        node.load("words")
+        assert value(node) == 4
+    settings["models"]["serve"] = {"words": {"version": 2}}  # the operator's last word
+    with hps.open(settings) as node:
+        assert (value(node), served(node)) == (2, [2])
+
+
+def test_versions_that_are_gone_are_left_out_at_a_start(settings, repository, tmp_path, caplog):
+    with hps.open(settings) as node:
+        node.load("words", 1, switch=False, labels=["stable"])
+        node.load("words", 2)
+    shutil.rmtree(repository / "words" / "2")
+    with hps.open(settings) as node:
+        assert (value(node), value(node, "stable")) == (1, 1)
+    assert "version 2, chosen at run time, is not served" in caplog.text
+    state = tmp_path / "db" / FILE_NAME
+    for text in (
+        "{",
+        json.dumps({"format": 9}),
+        json.dumps({"format": 1, "models": {"words": {}}}),
+    ):
+        state.write_text(text)
+        with hps.open(settings) as node:
+            assert value(node) == 3
+        assert "invalid list of served versions" in caplog.text
+        caplog.clear()
+
+
+def test_failed_write_of_the_state_changes_nothing(node, monkeypatch):
+    def fail(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hps.node.version_choice.fsync_path", fail)
+    with pytest.raises(Unavailable, match="writing the served versions failed: No space left"):
+        node.load("words", 2)
+    assert (value(node), served(node)) == (3, [3])
+    monkeypatch.undo()
+    node.load("words", 2)
+    assert value(node) == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "versions"),
+    [({"latest": 2}, [2, 3]), ({"all": True}, [1, 2, 3]), ({"specific": [1, 3, 9]}, [1, 3])],
+)
+def test_policy_chooses_the_versions_at_a_start(settings, policy, versions):
+    settings["models"]["versions"] = policy
+    with hps.open(settings) as node:
+        assert (served(node), value(node)) == (versions, 3)
+        assert [value(node, version) for version in versions] == versions
+
+
+def test_two_loads_at_once_and_lookups_meanwhile(node):
+    """No lookup fails, and none mixes versions."""
+    ended, wrong = threading.Event(), []
+
+    def ask():
+        while not ended.is_set():
+            try:
+                assert value(node) in (1, 2, 3)
+            except Exception as error:
+                wrong.append(error)
+                return
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            loads = [pool.submit(node.load, "words", version) for version in (1, 2)]
+            assert [each.result(60) for each in loads] == [1, 2]
+            assert value(node) in (1, 2)
+            node.switch("words", node.load("words", 3))
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(served(node)) == 2
+
+
+@pytest.fixture
+def watching(settings):
+    settings["models"]["watch_s"] = 0.05
+    with hps.open(settings) as opened:
+        yield opened
+
+
+def test_watched_repository_serves_new_versions(watching, repository, caplog):
+    node = watching
+    write(repository, 4)
+    until(lambda: value(node) == 4)
+    until(lambda: counted(node, "watch") == 1)
+    assert served(node) == [3, 4]
+    # A half-written version: its manifest comes last.
+    shutil.copytree(repository / "words" / "4", repository / "words" / "5")
+    (repository / "words" / "5" / "manifest.json").unlink()
+    # A damaged one: its error is logged once, and the others are served on.
+    shutil.copytree(repository / "words" / "4", repository / "words" / "6")
+    until(lambda: "version 6 of the repository is not served" in str(node.status()["warnings"]))
+    assert value(node) == 4
+    assert caplog.text.count("version 6 of the repository is not served") == 1
+    assert not any(entry["version"] == 5 for entry in node.status()["models"])
+    shutil.rmtree(repository / "words" / "6")
+    until(lambda: not node.control.problems)
+
+
+def test_pinned_version_stays_current_until_latest_is_followed_again(watching, repository):
+    node = watching
+    until(lambda: node.control.available()["words"] == [1, 2, 3])
+    node.load("words", 2)
+    write(repository, 4)
+    write(repository, 5)
+    followed = []
+    follow = node.control.follow
+    node.control.follow = lambda *of: (follow(*of), followed.append(of))
+    until(lambda: any(5 in found for _, found in followed))
+    assert value(node) == 2
+    node.switch("words", "latest")
+    write(repository, 6)
+    until(lambda: value(node) == 6)
+
+
+def test_removed_versions_are_unloaded_but_never_the_last_one(watching, repository):
+    node = watching
+    node.load("words", 1, switch=False, labels=["stable"])
+    os.rename(repository / "words" / "3", repository / ".gone")
+    until(lambda: value(node) != 3)
+    until(lambda: 3 not in served(node))
+    for version in (1, 2):
+        shutil.rmtree(repository / "words" / str(version))
+    until(lambda: "was removed from the repository" in str(node.status()["warnings"]))
+    assert value(node) in (1, 2)
+
+
+def test_loading_a_changed_version_is_still_rejected(node, repository):
+    node.load("words", 2, switch=False)
+    path = repository / "words" / "2" / "tables" / "left" / "emb_vector"
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    with pytest.raises(ModelError, match="changed after it was loaded"):
+        node.load("words", 2)
+    assert value(node) == 3
