@@ -153,19 +153,11 @@ class VersionSwitcher:
         """Serve ``choice``, for which everything is ``loaded``; ``undo`` covers what may still fail."""
         opened = [*self._opened, *([loaded.opened] if loaded else [])]
         before = self._current_models(self._node.models, self._opened)
-        warm = self._warm_after(name, choice)
-        keep = set() if choice is None else choice.versions | ({warm[0]} if warm else set())
-        served = [
-            each
-            for each in (*self._node.models.versions, *([loaded.served] if loaded else []))
-            if each.name != name or each.version in keep
-        ]
-        order = {each: i for i, each in enumerate(self._node.models)}
-        served.sort(key=lambda each: (order.get(each.name, len(order)), each.version))
         choices = {n: each for n, each in self.choices.items() if n != name}
         if choice is not None:
             choices[name] = choice
-        models = ServedModels(served, {n: each.names() for n, each in choices.items()})
+        warm = self._warm_after(name, choice)
+        models = self._models_after(name, choices, warm, loaded)
         after = self._current_models(models, opened)
         if {id(each) for each in before.values()} != {id(each) for each in after.values()}:
             undo.callback(self.loader.feed, before)
@@ -179,21 +171,45 @@ class VersionSwitcher:
             self._attached.open(name, version.version, self.loader.require_open)
         if choice is None or choice != self.choices.get(name):
             self._file.write(name, choice)
-        former, self._node.models = self._node.models, models
-        names = {n: each.as_json() for n, each in models.names.items()}
-        dropped = self._attached.serve([(each.name, each.version) for each in served], names)
+        # Nothing fails from here on.
+        undo.pop_all()
         self.choices = choices
         self._warm.pop(name, None)
         if warm is not None:
             self._warm[name] = warm
             self._expiry.start()
         if loaded is not None:
-            self._resources[name, loaded.served.version] = self._to_close.enter_context(
-                loaded.resources.pop_all()
-            )
+            of = name, loaded.served.version
+            self._resources[of] = self._to_close.enter_context(loaded.resources.pop_all())
         self._opened[:] = opened
-        undo.pop_all()
-        still = {id(each) for each in served}
+        self._publish(models)
+
+    def _models_after(
+        self,
+        name: str,
+        choices: Mapping[str, VersionChoice],
+        warm: tuple[int, float] | None,
+        loaded: LoadedModel | None,
+    ) -> ServedModels:
+        """The served versions once ``choices`` are served and a ``warm`` one is kept for a rollback."""
+        keep = {*choices[name].versions} if name in choices else set()
+        keep |= {warm[0]} if warm is not None else set()
+        served = [
+            each
+            for each in (*self._node.models.versions, *([loaded.served] if loaded else []))
+            if each.name != name or each.version in keep
+        ]
+        order = {each: i for i, each in enumerate(self._node.models)}
+        served.sort(key=lambda each: (order.get(each.name, len(order)), each.version))
+        return ServedModels(served, {n: each.names() for n, each in choices.items()})
+
+    def _publish(self, models: ServedModels) -> None:
+        """Send requests to ``models``, in all processes, and free versions that are not among them."""
+        former, self._node.models = self._node.models, models
+        versions = [(each.name, each.version) for each in models.versions]
+        names = {n: each.as_json() for n, each in models.names.items()}
+        dropped = self._attached.serve(versions, names)
+        still = {id(each) for each in models.versions}
         gone = [each for each in former.versions if id(each) not in still]
         self._retire_all(gone, {(each.model, each.version): each for each in dropped})
 

@@ -102,10 +102,13 @@ class VersionSync:
         return {token: str(error) for token, (error, _) in self._failed.items()}
 
     def start(self) -> None:
-        """Sync for the first time; raises the error of a version, and TierError without a node."""
-        self._sync()
-        for error, _ in self._failed.values():
-            raise error
+        """Sync for the first time; raises TierError without a node, and a version's error if no version of
+        a model can be served."""
+        answer = self._sync()
+        names = {token: name for name, _, token in (*answer["serve"], *answer["open"])}
+        for token, (error, _) in self._failed.items():
+            if names[token] not in self._served:
+                raise error
 
     def sync(self) -> None:
         """Sync with the node, if it responds."""
@@ -124,7 +127,7 @@ class VersionSync:
                 close()
             self._opened, self._served, self._retiring = {}, {}, {}
 
-    def _sync(self) -> None:
+    def _sync(self) -> Any:
         with self._lock:
             answer = self._report()
             wanted = {token: (name, n) for name, n, token in (*answer["serve"], *answer["open"])}
@@ -134,6 +137,7 @@ class VersionSync:
                     self._open(token, name, version)
             self._serve(answer)
             self._free(keep={*wanted, *self._served_tokens})
+            return answer
 
     def _report(self, *, leaves: bool = False) -> Any:
         return self._connections.report_versions(
@@ -141,7 +145,7 @@ class VersionSync:
                 "process": os.getpid(),
                 "holds": [*self._opened, *self._retiring],
                 "serves": self._served_tokens,
-                "current": {name: each.names.current for name, each in self._served.items()},
+                "names": {name: each.names.as_json() for name, each in self._served.items()},
                 "revision": self._revision,
                 "failed": {
                     token: (isinstance(error, Unsupported), str(error))
@@ -173,19 +177,19 @@ class VersionSync:
             self._opened[token] = opened
 
     def _serve(self, answer: Mapping[str, Any]) -> None:
-        """Serve the versions of the answer; of a model with one that could not be opened, the former ones."""
-        wanted: dict[str, list[str]] = {}
-        for name, _, token in answer["serve"]:
-            wanted.setdefault(name, []).append(token)
+        """Serve those versions of the answer that could be opened.
+
+        Of a model whose current version could not be opened, serve the former versions."""
+        wanted: dict[str, dict[int, str]] = {}
+        for name, version, token in answer["serve"]:
+            wanted.setdefault(name, {})[version] = token
         serve: dict[str, _ServedTokens] = {}
-        complete = True
         for name, tokens in wanted.items():
-            if all(token in self._opened for token in tokens):
-                names = VersionNames.from_json(answer["names"][name])
-                serve[name] = _ServedTokens(tuple(tokens), names)
-                continue
-            complete = False
-            if name in self._served:
+            names = VersionNames.from_json(answer["names"][name])
+            if tokens[names.current] in self._opened:
+                opened = [token for token in tokens.values() if token in self._opened]
+                serve[name] = _ServedTokens(tuple(opened), names)
+            elif name in self._served:
                 serve[name] = self._served[name]
         if serve != self._served:
             self.use(self._models_of(serve))
@@ -194,7 +198,7 @@ class VersionSync:
                 if name not in self._served or current != self._served[name].names.current:
                     log.info("model %s: version %d is served", name, current)
             self._served = serve
-        if complete:
+        if all(token in self._opened for _, _, token in answer["serve"]):
             self._revision = answer["revision"]
 
     def _free(self, keep: set[str]) -> None:

@@ -26,7 +26,8 @@ class VersionVote:
 
     def report_versions(self, report: Mapping[str, Any], _deadline: float) -> dict[str, Any]:
         """Return, as ``(model, version, token)``, the versions to ``serve`` and those to keep ``open``."""
-        served: Mapping[str, int] = report["current"]
+        former: Mapping[str, Any] = report["names"]
+        served = {model: each["current"] for model, each in former.items()}
         serving = [target for target in self._nodes.all if target.may_serve]
         current, beside, labels = _reported(serving)
         serve: list[tuple[str, int, str]] = []
@@ -42,7 +43,10 @@ class VersionVote:
             if wanted is None:
                 continue
             along = set() if stated is not None else beside.get(model, set()) - {wanted}
-            if not serving:
+            if not serving and model in former:
+                labels[model] = {
+                    label: Counter([n]) for label, n in former[model]["labels"].items()
+                }
                 along = {n for each, n in map(_of, report["serves"]) if each == model} - {wanted}
             serve += [_entry(model, n) for n in (wanted, *sorted(along))]
             if stated is None:

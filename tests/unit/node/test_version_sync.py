@@ -241,6 +241,21 @@ def test_attach_raises_when_a_version_cannot_be_opened(node, settings, repositor
     assert not any(process.holds for process in node.socket._attached._attached.values())
 
 
+def test_version_beside_the_current_one_may_fail_to_open(node, settings, repository):
+    """The others are served, and so is its successor under the same label."""
+    node.load("words", 2, switch=False, labels=["canary"])
+    (repository / "words" / "2" / "tables" / "left" / "emb_vector").write_bytes(b"short")
+    with hps.attach(settings) as other:
+        assert values(other) == 1000
+        with pytest.raises(NotFound, match="version canary is not found; version 1 is served"):
+            other.model("words", "canary")
+        write(repository, 3)
+        node.load("words", 3, switch=False, labels=["canary"])
+        node.unload("words", 2)
+        until(lambda: "canary" in other.models.names["words"].labels)
+        assert other.model("words", "canary").version == 3
+
+
 def test_attach_raises_without_a_node(node, attached):
     node.close()
     attached._sync.sync()  # says nothing

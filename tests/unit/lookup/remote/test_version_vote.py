@@ -21,7 +21,10 @@ def follow(nodes, serves=(), chosen=None):
     reported = VersionVote(SimpleNamespace(all=nodes), chosen).report_versions(
         {
             "serves": list(serves),
-            "current": {model: int(n) for model, n in (each.split("/") for each in serves)},
+            "names": {
+                model: {"current": int(n), "labels": {}}
+                for model, n in (each.split("/") for each in serves)
+            },
         },
         0.0,
     )
@@ -46,6 +49,27 @@ def test_version_of_most_nodes_is_served(versions, served, wanted):
     serve, ready = follow([node(m=version) for version in versions], [served] if served else [])
     assert serve == [wanted]
     assert {*ready, wanted} == {f"m/{version}" for version in versions}
+
+
+def test_versions_beside_the_current_one_are_served_with_their_labels():
+    def reports(current, beside, **labels):
+        found = node(m=current)
+        named = tuple(label for label, version in labels.items() if version == beside)
+        found.models["m", beside] = ServedVersion(0, False, True, named)
+        return found
+
+    nodes = [reports(2, 1, stable=1), reports(2, 1, stable=1), reports(2, 3, stable=3)]
+    vote = VersionVote(SimpleNamespace(all=nodes), None)
+    answer = vote.report_versions(
+        {"serves": ["m/2"], "names": {"m": {"current": 2, "labels": {}}}}, 0.0
+    )
+    assert [token for *_, token in answer["serve"]] == ["m/2", "m/1", "m/3"]
+    assert answer["names"] == {"m": {"current": 2, "labels": {"stable": 1}}}
+    away = VersionVote(SimpleNamespace(all=[]), None)
+    kept = {"serves": ["m/2", "m/1"], "names": answer["names"]}
+    again = away.report_versions(kept, 0.0)
+    assert again["serve"] == [("m", 2, "m/2"), ("m", 1, "m/1")]
+    assert again["names"] == answer["names"]
 
 
 def test_only_ready_nodes_vote():
