@@ -55,6 +55,8 @@ class ServerState(Generic[Node]):
         """Status of the other processes, as JSON."""
         self.propagate_log_level: Callable[[Any], None] | None = lambda _level: None
         """Sets the log level of the other processes; None: the node's process does that."""
+        self.ask_workers: Callable[..., list[Any]] = lambda _query, *_arguments: []
+        """Sends a query with arguments to every worker; returns the answers of those that answer. Blocks."""
         self.role = role
         self._phase: Phase = "starting"
         self._phase_watchers: list[Callable[[], None]] = []

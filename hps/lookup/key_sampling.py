@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -130,7 +130,7 @@ def pack_samples(samples: Mapping[str, TableSample], requests: int, batch: float
         arrays[f"{name}/positions"] = sample.positions
         arrays[f"{name}/about"] = np.array([sample.accesses, sample.rate])
     packed = BytesIO()
-    np.savez_compressed(packed, **arrays)
+    np.savez(packed, **arrays)
     return packed.getvalue()
 
 
@@ -147,3 +147,44 @@ def unpack_samples(arrays: Any) -> tuple[dict[str, TableSample], int, float]:
         )
         samples[name] = TableSample(keys, numbers, positions, int(accesses), rate)
     return samples, int(requests), batch
+
+
+def merge_traces(packed: Sequence[bytes]) -> bytes:
+    """Merge traces that processes of one server have recorded at the same time; see `pack_samples`.
+
+    Each process's requests are taken as evenly spread over the time. A table gets the smallest of the
+    sampling rates."""
+    if len(packed) == 1:
+        return packed[0]
+    opened = []
+    for each in packed:
+        with np.load(BytesIO(each)) as arrays:
+            opened.append(unpack_samples(arrays))
+    opened = [each for each in opened if each[1]]
+    counts = [requests for _, requests, _ in opened]
+    total = sum(counts)
+    when = np.concatenate([(np.arange(n) + 0.5) / n for n in counts] or [np.empty(0)])
+    ranks = np.empty(total, np.int64)
+    ranks[np.argsort(when, kind="stable")] = np.arange(total)
+    numbers = np.split(ranks, np.cumsum(counts)[:-1])
+    merged = {
+        name: _merged(
+            [(s[name], n) for (s, _, _), n in zip(opened, numbers, strict=True) if name in s]
+        )
+        for name in dict.fromkeys(name for samples, _, _ in opened for name in samples)
+    }
+    batch = sum(n * b for _, n, b in opened) / total if total else 1.0
+    return pack_samples(merged, total, batch)
+
+
+def _merged(parts: Sequence[tuple[TableSample, IndexArray]]) -> TableSample:
+    """Merge samples of one table, each with the new numbers of its requests."""
+    rate = min(sample.rate for sample, _ in parts)
+    total = sum(sample.accesses for sample, _ in parts)
+    kept = [(s.select(sampled(s.keys, rate)), numbers) for s, numbers in parts]
+    requests = np.concatenate([numbers[s.requests] for s, numbers in kept])
+    when = np.concatenate([s.positions / s.accesses for s, _ in kept])
+    order = np.lexsort((when, requests))
+    keys = np.concatenate([s.keys for s, _ in kept])[order]
+    positions = np.maximum.accumulate((when[order] * total).astype(np.int64))
+    return TableSample(keys, requests[order], positions, total, rate)

@@ -112,6 +112,7 @@ class FrontendServer(ServerProcess[OpenModels]):
             self._drain_delay_s = 0.0  # the workers wait instead
             self.state.not_ready_reason = lambda: workers.not_ready_reason
             self.state.propagate_log_level = workers.set_level
+            self.state.ask_workers = workers.ask
             self.state.other_processes = lambda: [worker.describe() for worker in workers.workers]
             if self._settings.role == "lookup":
                 return {"grpc": workers, **self._grpc_admin()}

@@ -15,10 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 import hps
+from benchmarks.peers.hps_server import start_hps
 from hps.cli.main import app
-from hps.client import Client
+from hps.client import Admin, Client
 from hps.config.server_settings import ServerSettings
 from hps.lookup.key_sampling import unpack_samples
+from hps.native import COMPILED
 from hps.node.key_traces import record_keys
 from services.frontend.auth import Authorizer
 from services.frontend.http.app import admin_app
@@ -37,10 +39,10 @@ def node(tmp_path):
         yield opened
 
 
-def ask(node: Any, method: str, path: str, body: Any = None, **settings: Any) -> httpx.Response:
+def ask(node: Any, method: str, path: str, body: Any = None) -> httpx.Response:
     state = FrontendState()
     state.serve(node)
-    asked = admin_app(state, ServerSettings(**settings), Authorizer())
+    asked = admin_app(state, ServerSettings(), Authorizer())
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app=asked)
@@ -118,11 +120,6 @@ def test_wrong_recordings_are_rejected(node, path, body, status, reason):
     assert (reply.status_code, reason in reply.json()["error"]) == (status, True), reply.text
 
 
-def test_server_with_workers_names_the_remedy(node):
-    reply = ask(node, "POST", "/v1/traces/words", {}, workers=2)
-    assert (reply.status_code, "server.workers 0" in reply.json()["error"]) == (501, True)
-
-
 def test_running_server_is_planned(small_server, tmp_path):
     """Requests arrive while the command records."""
     done = threading.Event()
@@ -159,3 +156,32 @@ def test_running_server_is_planned(small_server, tmp_path):
     assert json.loads(again.stdout)["plan"] == report["plan"]
     other = CliRunner().invoke(app, [*words, str(saved), "--table", "users=1000x8"])
     assert "has no table 'words'" in other.stderr
+
+
+@pytest.mark.skipif(not COMPILED, reason="a shared cache needs the native core")
+def test_workers_record_too(tmp_path):
+    write_models(tmp_path / "models")
+    with (
+        start_hps(tmp_path, limits={"workers": 2}) as server,
+        Admin(f"http://{server.admin}") as admin,
+    ):
+        admin.record_keys("words", 60, 4096)
+        for start in range(40):  # a connection each, so that both workers answer some
+            with Client(f"http://{server.address}") as client:
+                client.lookup("words", {"word": np.arange(start, start + 8)})
+        samples, requests, batch = samples_of(admin.recorded_keys("words"))
+        admin.end_recording("words")
+        with pytest.raises(hps.HpsError, match="no keys of model 'words'"):
+            admin.recorded_keys("words")
+    assert (requests, batch) == (40, 8)
+    words = samples["words"]
+    assert words.accesses == 320
+    assert np.bincount(words.requests).tolist() == [8] * 40
+    assert (
+        np.bincount(words.keys).tolist()
+        == np.bincount(
+            np.concatenate([np.arange(start, start + 8) for start in range(40)])
+        ).tolist()
+    )
+    for request in range(40):
+        assert np.diff(words.keys[words.requests == request]).tolist() == [1] * 7

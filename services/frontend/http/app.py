@@ -63,7 +63,7 @@ def admin_app(
         api.include_router(updates_routes(state, guard))
         api.include_router(checkpoint_route(state, guard))
         api.include_router(version_files_route(state, guard))
-        api.include_router(key_trace_routes(state, guard, settings.workers))
+        api.include_router(key_trace_routes(state, guard))
     return InferApp(state, settings, guard, ErrorBoundary(api))
 
 

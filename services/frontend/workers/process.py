@@ -22,6 +22,7 @@ from hps.config import Configuration
 from hps.config.server_settings import HttpListener
 from hps.errors import ConfigError, HpsError, ModelError, TierError, Unavailable
 from hps.node.attached import Attached, attach
+from hps.node.key_traces import end_recording, record_keys, recorded_keys
 from hps.node.served_models import OpenModels
 from hps.observability.otel import Tracer
 from hps.types import Progress
@@ -79,6 +80,9 @@ class WorkerProcess(ServerProcess[OpenModels]):
                 "log": logs.set_level,
                 "accept_for": self._accept_for,
                 "set_not_ready": self._set_not_ready,
+                "record_keys": self._record_keys,
+                "recorded_keys": self._recorded_keys,
+                "end_recording": self._end_recording,
             }
         )
         if self._replaces:
@@ -149,6 +153,24 @@ class WorkerProcess(ServerProcess[OpenModels]):
         if self.state.not_ready_reason() != reason:
             self.state.not_ready_reason = lambda: reason
             self.state.notify_phase_watchers()
+
+    def _record_keys(self, model: str, seconds: float, keys: int) -> None:
+        """Record the keys of lookups; without effect for a model that is not served here (yet)."""
+        with suppress(HpsError):
+            record_keys(self.state.require_node().model(model), seconds, keys)
+
+    def _recorded_keys(self, model: str, folder: str) -> str | None:
+        """Write what is recorded into ``folder``; returns the file, or None."""
+        path = Path(folder) / str(self._number)
+        try:
+            path.write_bytes(recorded_keys(self.state.require_node().model(model)))
+        except (HpsError, OSError):
+            return None
+        return str(path)
+
+    def _end_recording(self, model: str) -> None:
+        with suppress(HpsError):
+            end_recording(self.state.require_node().model(model))
 
     def _trace(self, tracer: Tracer) -> None:
         self.state.observer = RequestObserver(self._settings.access_log, tracer)

@@ -34,6 +34,7 @@ _BACKOFF = Backoff(0.1, 5.0)
 _STABLE_S = 60.0
 # Timeout for fetching a worker's metrics; after it, the last ones are used.
 _QUERY_TIMEOUT_S = 2.0
+_LONG_QUERY_TIMEOUT_S = 20.0
 
 
 class SupervisedWorker:
@@ -154,6 +155,16 @@ class SupervisedWorker:
         if self.ready and channel is not None:
             with suppress(OSError):  # it has ended, or is stuck
                 channel.query("log", _QUERY_TIMEOUT_S, level)
+
+    def ask(self, query: str, *arguments: Any) -> Any:
+        """Return the worker's answer to a query; None if it is not ready, or has ended or timed out."""
+        channel = self._channel
+        if not self.ready or channel is None:
+            return None
+        try:
+            return channel.query(query, _LONG_QUERY_TIMEOUT_S, *arguments)
+        except OSError:
+            return None
 
     def accept_for(self, numbers: Collection[int]) -> None:
         """Make the worker also accept connections for exactly these other workers."""

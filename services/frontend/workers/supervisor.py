@@ -185,6 +185,11 @@ class Supervisor:
         for worker in self.workers:
             worker.set_level(level)
 
+    def ask(self, query: str, *arguments: Any) -> list[Any]:
+        """Send a query to all workers; return the answers of those that are ready and answer. Blocks."""
+        answers = (worker.ask(query, *arguments) for worker in self.workers)
+        return [answer for answer in answers if answer is not None]
+
     def statistics(self) -> Mapping[str, list[Any]]:
         """Values of `Statistics` of all workers, by key."""
         found: dict[str, list[Any]] = {}

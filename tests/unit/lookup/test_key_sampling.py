@@ -1,9 +1,11 @@
 """Samples of a trace: all accesses to some keys, in order and in bounded memory."""
 
+from io import BytesIO
+
 import numpy as np
 import pytest
 
-from hps.lookup.key_sampling import KeySampler
+from hps.lookup.key_sampling import KeySampler, merge_traces, pack_samples, unpack_samples
 
 RANDOM = np.random.default_rng(3)
 
@@ -47,3 +49,22 @@ def test_accesses_are_bounded_too():
     sample = sampler.sample()
     assert len(sample.keys) <= 60_000
     assert sample.accesses == 200_000
+
+
+def test_traces_of_processes_are_merged_in_the_order_of_their_requests():
+    def packed(keys, max_keys=1 << 18):
+        sampler = KeySampler(max_keys)
+        sampler.add(keys, np.arange(len(keys)) // 2)
+        return pack_samples({"t": sampler.sample()}, len(keys) // 2, 2.0)
+
+    merged = merge_traces([packed(np.arange(8)), packed(np.arange(100, 104)), packed(np.arange(0))])
+    samples, requests, batch = unpack_samples(np.load(BytesIO(merged)))
+    assert (requests, batch, samples["t"].accesses) == (6, 2.0, 12)
+    assert samples["t"].keys.tolist() == [0, 1, 100, 101, 2, 3, 4, 5, 102, 103, 6, 7]
+    assert samples["t"].requests.tolist() == np.repeat(np.arange(6), 2).tolist()
+    assert (np.diff(samples["t"].positions) >= 0).all()
+    keys = RANDOM.integers(0, 20_000, 20_000)
+    merged = merge_traces([packed(keys, 2_000), packed(keys)])
+    sample = unpack_samples(np.load(BytesIO(merged)))[0]["t"]
+    assert sample.rate < 0.2
+    assert len(np.unique(sample.keys)) / sample.rate == pytest.approx(len(np.unique(keys)), rel=0.1)
