@@ -34,6 +34,7 @@ VARIABLES = {
     "variables, too.",
     "AWS_REGION": "The region of S3; else `AWS_DEFAULT_REGION`, else the bucket's.",
     "AWS_DEFAULT_REGION": "As `AWS_REGION`, which precedes it.",
+    "STORAGE_EMULATOR_HOST": "The URL of an emulator for `models.repository: gs://…`.",
     "NETRC": "The file of credentials for `models.repository: https://…`, by default `~/.netrc`.",
     "XDG_CACHE_HOME": "The folder in which commands keep downloaded versions, by default `~/.cache`.",
     "OTEL_EXPORTER_OTLP_ENDPOINT": "OpenTelemetry's URL of the span collector; needs the package's "
@@ -104,6 +105,11 @@ def s3_endpoint() -> str | None:
 def s3_region() -> str | None:
     """The region of S3, from the AWS SDK's variables; None if they don't name one."""
     return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or None
+
+
+def gs_endpoint() -> str | None:
+    """The URL of an emulator of Google Cloud Storage, from the variable of its SDKs; None: the service."""
+    return os.environ.get("STORAGE_EMULATOR_HOST") or None
 
 
 def netrc_file() -> str | None:

@@ -43,7 +43,7 @@ class PublishModelOptions(ReportOptions):
 
 
 def publish(options: PublishModelOptions) -> None:
-    """Upload a version to a remote repository; servers see it once it is complete."""
+    """Upload a version to a remote repository, all or nothing."""
     from hps.models.repository import Repository
 
     opened = Repository(options.repository).open(options.name, options.version)
@@ -86,7 +86,7 @@ class IndexOptions(ReportOptions):
 
 
 def index(options: IndexOptions) -> None:
-    """Write index.json, by which servers list a repository on a web server.
+    """Write index.json, which lists a repository on a web server.
 
     Versions without a manifest.json are left out."""
     from hps.models.manifest import FILE_NAME

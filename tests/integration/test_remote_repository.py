@@ -294,3 +294,42 @@ def test_peer_that_returns_other_bytes_is_not_trusted(s3, tmp_path):
         found = repository_of(models.model_copy(update={"peers": [web.url]})).open("words")
         assert len(web.reads) >= 3
     assert first_files(found.folder) == first_files(tmp_path / "source/words/1")
+
+
+PUBLISH = """
+import sys
+from hps.config.repository_uri import RepositoryUri
+from hps.models.remote import publish
+from hps.models.remote.opening import open_writable_store
+from hps.models.repository import Repository
+from hps.types import NoProgress
+publish.CLAIM_S = 1.0
+opened = Repository(sys.argv[1]).open("words")
+store = open_writable_store(RepositoryUri.parse(sys.argv[2]))
+print("begin", flush=True)
+print(publish.publish_remote(opened, store, NoProgress(), parallel=2))
+"""
+
+
+def test_killed_publisher_leaves_no_version(s3, tmp_path):
+    """``kill -9`` at moments of an upload; once its claim has expired another one succeeds."""
+    write_words(tmp_path / "source", 1, rows=200_000)
+    uri = "s3://bucket/killed-publisher"
+    command = [sys.executable, "-c", PUBLISH, str(tmp_path / "source"), uri]
+    for pause_s in (0.05, 0.15, 0.3):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "begin\n"
+        time.sleep(pause_s)
+        was_running = process.poll() is None
+        process.kill()
+        process.communicate()
+        complete = [f for f in s3.files("killed-publisher") if f.endswith("manifest.json")]
+        assert was_running or complete
+        if complete:
+            break
+        time.sleep(2.1)  # the claim expires; S3's times are in seconds
+    else:
+        assert subprocess.check_output(command, text=True).splitlines()[-1] == f"{uri}/words/1"
+    models = {"repository": uri, "download": {"folder": str(tmp_path / "cache")}}
+    found = repository_of(ModelsSettings.model_validate(models)).open("words")
+    assert first_files(found.folder) == first_files(tmp_path / "source/words/1")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from pyarrow import fs
 
 from hps.config.model_schema import NAME_PATTERN
 from hps.config.repository_uri import ARROW_SCHEMES, RepositoryUri
-from hps.environment import s3_endpoint, s3_region
+from hps.environment import gs_endpoint, s3_endpoint, s3_region
 from hps.errors import ConfigError
 from hps.models.manifest import FILE_NAME
 from hps.models.remote.store import store_error
@@ -96,8 +97,14 @@ class ArrowStore:
         }
 
     def _folders(self, path: str) -> list[str]:
+        base = self._at(path)
+        # Google's file system lists a folder only if an object has its name, so all files are listed there.
+        recursive = self.uri.scheme == "gs"
         with self._errors(path):
-            found = self._fs.get_file_info(fs.FileSelector(self._at(path)))
+            found = self._fs.get_file_info(fs.FileSelector(base, recursive=recursive))
+        if recursive:
+            below = (info.path.removeprefix(f"{base}/") for info in found if info.is_file)
+            return sorted({each.partition("/")[0] for each in below if "/" in each})
         return sorted(info.base_name for info in found if info.type == fs.FileType.Directory)
 
     def _at(self, path: str) -> str:
@@ -140,11 +147,16 @@ def open_filesystem(uri: RepositoryUri, timeout_s: float) -> tuple[fs.FileSystem
     try:
         if uri.scheme == "s3":
             return _s3(uri, timeout_s), _joined(uri.host, uri.path)
+        if uri.scheme == "gs":
+            return _gs(uri, timeout_s), _joined(uri.host.rpartition("@")[2], uri.path)
         if uri.scheme in ARROW_SCHEMES:
             found, path = fs.FileSystem.from_uri(str(uri))
             return found, path
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"{uri}: PyArrow cannot open its file system: {error}") from None
+        first = str(error).partition("\n")[0]
+        needs = "; install Java and Hadoop, and set JAVA_HOME, HADOOP_HOME and CLASSPATH"
+        remedy = needs if uri.scheme == "hdfs" else ""
+        raise ConfigError(f"{uri}: PyArrow cannot open its file system: {first}{remedy}") from None
     return _fsspec(uri)
 
 
@@ -162,6 +174,18 @@ def _s3(uri: RepositoryUri, timeout_s: float) -> fs.FileSystem:
         connect_timeout=min(timeout_s, 5.0),
         request_timeout=timeout_s,
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=_S3_ATTEMPTS),
+    )
+
+
+def _gs(uri: RepositoryUri, timeout_s: float) -> fs.FileSystem:
+    """Credentials, as Google's SDK finds them; it would retry for 15 minutes by default."""
+    endpoint = gs_endpoint()
+    scheme, _, host = endpoint.rpartition("://") if endpoint else ("", "", None)
+    return fs.GcsFileSystem(
+        anonymous=uri.host.startswith("anonymous@") or host is not None,
+        scheme=scheme or ("https" if host is None else "http"),
+        endpoint_override=host,
+        retry_time_limit=timedelta(seconds=max(1.0, timeout_s)),
     )
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import re
-import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +13,15 @@ from hps.config.model_file import apply_override, load_model_spec
 from hps.config.model_schema import NAME_PATTERN, ModelSpec
 from hps.config.repository_uri import RepositoryUri
 from hps.config.schema import ModelOverride
-from hps.errors import HpsError, ModelError, NotFound
-from hps.models.manifest import DENSE_FILE, FILE_NAME, Manifest, read_manifest
+from hps.errors import ModelError, NotFound
+from hps.models.manifest import FILE_NAME
 from hps.models.remote.cache import DOWNLOAD_PREFIX, DownloadCache, VersionLease, is_whole
-from hps.models.remote.download import DownloadLimits, OpenFile, VersionDownload
-from hps.models.remote.mapped_tables import mapped_entries, remove_damaged
+from hps.models.remote.download import DownloadLimits
 from hps.models.remote.meter import DOWNLOADS
-from hps.models.remote.partial_file import PartialFile, RemoteEntry, allocated, clear, is_empty
-from hps.models.remote.peers import PeerAccess, PeerVersion
-from hps.models.remote.store import FileMissing, RemoteFile, RemoteStore, StoreUnavailable
+from hps.models.remote.partial_file import is_empty
+from hps.models.remote.peers import PeerAccess
+from hps.models.remote.store import FileMissing, RemoteStore, StoreUnavailable
+from hps.models.remote.version_fetch import VersionFetcher, disk_errors
 from hps.models.repository import (
     SPEC_FILE,
     ModelVersion,
@@ -31,14 +29,13 @@ from hps.models.repository import (
     open_version,
     open_without_rows,
 )
-from hps.models.staging import fsync_all, fsync_path, write_atomically
+from hps.models.staging import fsync_path, write_atomically
 from hps.types import Progress
 
 log = logging.getLogger(__name__)
 
 _VERSION = re.compile(r"[1-9][0-9]{0,17}")
 _EVICTED_AT_ONCE = 3
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class RemoteRepository(Repository):
@@ -57,9 +54,8 @@ class RemoteRepository(Repository):
         super().__init__(cache.root_of(store.uri))
         self._networks = cache.root_of(store.uri, networks_only=True)
         self.location: RepositoryUri = store.uri
-        self._store, self._cache, self._limits = store, cache, limits
-        self._progress = progress
-        self._peers = peers or PeerAccess()
+        self._store, self._cache = store, cache
+        self._fetcher = VersionFetcher(store, cache, limits, progress, peers or PeerAccess())
 
     def names(self) -> list[str]:
         try:
@@ -99,14 +95,23 @@ class RemoteRepository(Repository):
                 raise
         else:
             if not path.is_file() or path.read_text(errors="replace") != text:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, text)
+                self._keep_spec(path, text)
         spec = load_model_spec(path)
         if spec.name != name:
             raise ModelError(
                 f"{self.location}/{name}/{SPEC_FILE}: name is '{spec.name}', but the folder is '{name}'"
             )
         return spec
+
+    def _keep_spec(self, path: Path, text: str) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, text)
+        except OSError as error:
+            raise ModelError(
+                f"models.download.folder: cannot write {path}: {error.strerror}; mount it writable, free "
+                "some space, or set another folder"
+            ) from error
 
     def choose(
         self, name: str, version: int | None = None, override: ModelOverride | None = None
@@ -162,9 +167,13 @@ class RemoteRepository(Repository):
             with self._exclusive(hidden, f"download {name}/{version}"):
                 if not is_whole(folder):  # else another process has downloaded it meanwhile
                     with DOWNLOADS.measure(name):
-                        self._download(name, version, hidden, text)
-                    hidden.rename(folder)
-                    fsync_path(folder.parent)
+                        networks_only = root == self._networks
+                        self._fetcher.fetch(
+                            name, version, hidden, text, networks_only=networks_only
+                        )
+                    with disk_errors(hidden):
+                        hidden.rename(folder)
+                        fsync_path(folder.parent)
         raise StoreUnavailable(
             f"{folder} was evicted before it could be opened; raise models.download.capacity_bytes, or give "
             "each server a folder"
@@ -174,7 +183,9 @@ class RemoteRepository(Repository):
     def _exclusive(self, hidden: Path, title: str) -> Iterator[None]:
         """Lock the folder of a download, which another process may be making."""
         with ExitStack() as held:
-            with self._progress.task(f"{title}: waiting for another process", 1, "folder") as step:
+            with self._fetcher.progress.task(
+                f"{title}: waiting for another process", 1, "folder"
+            ) as step:
                 held.enter_context(self._cache.exclusive(hidden, lambda: step(0)))
             yield
             if is_empty(hidden):
@@ -195,101 +206,6 @@ class RemoteRepository(Repository):
                 "served. Files of a version must not change: publish them as a new version and load that"
             )
         return None
-
-    def _download(self, name: str, version: int, hidden: Path, text: bytes) -> None:
-        """Fill the hidden folder; its manifest gets its name last."""
-        manifest = self._read_manifest(name, version, hidden, text)
-        files = {path: RemoteEntry(e.bytes, e.checksum) for path, e in manifest.files().items()}
-        if self._networks in hidden.parents:
-            files = {path: entry for path, entry in files.items() if path == DENSE_FILE}
-        else:
-            files |= mapped_entries(self._store, f"{name}/{version}", manifest)
-        size, started = sum(entry.bytes for entry in files.values()), time.monotonic()
-        log.info(
-            "download: %s/%s/%d, %d bytes, to %s", self.location, name, version, size, self.root
-        )
-        try:
-            self._fetch(f"{name}/{version}", hidden, files, self._source(name, version, text))
-            remove_damaged(hidden, manifest)
-            fsync_all(hidden)
-            (hidden / f"{FILE_NAME}.part").rename(hidden / FILE_NAME)
-        except OSError as error:
-            raise self._disk_error(hidden, size, error) from error
-        seconds = time.monotonic() - started
-        log.info("download: %s/%d complete after %.1f s", name, version, seconds)
-
-    def _read_manifest(self, name: str, version: int, hidden: Path, text: bytes) -> Manifest:
-        """Check the manifest, and keep it with the files; files of another manifest are removed."""
-        path = hidden / f"{FILE_NAME}.part"
-        if not path.is_file() or path.read_bytes() != text:
-            clear(hidden)
-            path.write_bytes(text)
-        try:
-            manifest = read_manifest(path)
-        except ModelError as error:
-            where = f"{self.location}/{name}/{version}/{FILE_NAME}"
-            raise ModelError(str(error).replace(str(path), where)) from None
-        if (manifest.model, manifest.version) != (name, version):
-            raise ModelError(
-                f"{self.location}/{name}/{version}/{FILE_NAME}: describes model '{manifest.model}' version "
-                f"{manifest.version}, but lies in '{name}' version {version}"
-            )
-        return manifest
-
-    def _fetch(
-        self, key: str, hidden: Path, files: Mapping[str, RemoteEntry], source: OpenFile
-    ) -> None:
-        """Download what is missing of ``files``; ``key``: ``<model>/<version>``."""
-        size = sum(entry.bytes for entry in files.values())
-        absent = {path: entry for path, entry in files.items() if not (hidden / path).is_file()}
-        with ExitStack() as opened, self._progress.task(f"download {key}", size, "bytes") as step:
-            partials = self._reserve(key, hidden, absent, opened)
-            missing = sum(file.range_of(i)[1] for file in partials for i in file.missing())
-            step(size - missing)
-
-            def advance(done: int) -> None:
-                DOWNLOADS.count_bytes(key.partition("/")[0], done)
-                step(done)
-
-            VersionDownload(f"{self.location}/{key}", source, self._limits).run(partials, advance)
-
-    def _reserve(
-        self, key: str, hidden: Path, files: Mapping[str, RemoteEntry], opened: ExitStack
-    ) -> list[PartialFile]:
-        """Open the files, which ``opened`` closes, with their sizes reserved in the cache."""
-        there = sum(allocated(hidden / f"{path}.part") for path in files)
-        needed = max(0, sum(entry.bytes for entry in files.values()) - there)
-        partials = []
-        with self._cache.reserve(needed, f"version {key}"):
-            for path, entry in files.items():
-                file = PartialFile(hidden / path, path, entry, self._limits.chunk_bytes)
-                opened.callback(file.close)
-                partials.append(file)
-        return partials
-
-    def _source(self, name: str, version: int, manifest: bytes) -> OpenFile:
-        """Where files come from: peers, which then need the same manifest, else the store."""
-        peers = PeerVersion(self._peers, name, version, manifest)
-
-        def from_store(path: str) -> RemoteFile:
-            return self._store.open(f"{name}/{version}/{path}")
-
-        def open_file(path: str, repeated: bool) -> RemoteFile:
-            # A file that differed is downloaded again from the store alone.
-            return from_store(path) if repeated or not peers else peers.open(path, from_store)
-
-        return open_file
-
-    def _disk_error(self, hidden: Path, size: int, error: OSError) -> HpsError:
-        """The error for a failure of the local disk; a full one is emptied of this download."""
-        where = f"downloading {size} bytes to {hidden} failed: {error.strerror or error}"
-        if error.errno not in _NO_SPACE:
-            return ModelError(f"{where}; check the disk of models.download.folder")
-        clear(hidden)
-        return ModelError(
-            f"{where}; free some space, lower models.download.capacity_bytes, or set "
-            "models.download.folder to a larger disk"
-        )
 
     def _cached(
         self,

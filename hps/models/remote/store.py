@@ -57,7 +57,7 @@ class RemoteStore(Protocol):
 _CREDENTIALS: Mapping[str, str] = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role of the instance",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or use the instance's service account",
-    "abfs": "set AZURE_STORAGE_ACCOUNT_KEY, AZURE_CLIENT_ID, … or use a managed identity",
+    "abfs": "set AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, or use a managed identity",
     "hdfs": "get a Kerberos ticket (kinit), or set HADOOP_USER_NAME",
     "https": "put the host's credentials into ~/.netrc or the file that NETRC names",
 }
@@ -77,6 +77,8 @@ _DENIED = re.compile(
 _NO_BUCKET = re.compile(
     r"no.?such.?bucket|bucket does not exist|ContainerNotFound|container does not exist", re.I
 )
+# Arrow's other file systems have no FileNotFoundError.
+_MISSING = re.compile(r"No such file or directory '|Path does not exist '")
 _REGION = re.compile(
     r"PermanentRedirect|AuthorizationHeaderMalformed|status 301|wrong region", re.I
 )
@@ -95,7 +97,7 @@ def store_error(uri: RepositoryUri, path: str, error: Exception) -> Exception:
     remedy = credentials_remedy(uri.scheme)
     if _NO_BUCKET.search(text):
         return ModelError(f"{where}: '{uri.host}' does not exist; create it, or correct the URI")
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) or _MISSING.search(text):
         return FileMissing(f"{where} does not exist")
     if _EXPIRED.search(text):
         return ModelError(

@@ -169,9 +169,7 @@ def test_full_disk_is_a_clear_error(opened, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
     try:
-        with pytest.raises(
-            ModelError, match=r"downloading \d+ bytes to .* failed: File too large; free"
-        ):
+        with pytest.raises(ModelError, match=r"downloading to .* failed: File too large; free"):
             opened().open("ctr")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -204,7 +202,7 @@ def test_credentials_that_expire_during_a_download(opened, s3, tmp_path):
             return super().task(title, total, unit)
 
     repository = opened()
-    repository._progress = Expires()
+    repository._fetcher.progress = Expires()
     with pytest.raises((ModelError, StoreUnavailable)):
         repository.open("ctr")
     s3.relay.refusal = None
@@ -248,7 +246,7 @@ def test_cancelled_download_ends_at_once(opened, s3):
             yield step
 
     repository = opened()
-    repository._progress = Cancels()
+    repository._fetcher.progress = Cancels()
     started = time.monotonic()
     with pytest.raises(Unavailable, match="cancelled"):
         repository.open("ctr")
@@ -279,7 +277,7 @@ def test_network_alone_is_downloaded_for_a_front_end(s3, tmp_path):
 
 def test_folder_that_cannot_be_written(opened, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(ModelError, match=r"models.download.folder: cannot make"):
+    with pytest.raises(ModelError, match=r"models.download.folder: cannot (make|write)"):
         opened().open("ctr")
 
 
