@@ -333,3 +333,29 @@ def test_killed_publisher_leaves_no_version(s3, tmp_path):
     models = {"repository": uri, "download": {"folder": str(tmp_path / "cache")}}
     found = repository_of(ModelsSettings.model_validate(models)).open("words")
     assert first_files(found.folder) == first_files(tmp_path / "source/words/1")
+
+
+def test_validation_downloads_no_rows(s3, tmp_path):
+    write_models(tmp_path / "source")
+    uri = s3.upload(tmp_path / "source", "validated")
+    (tmp_path / "hps.yaml").write_text(
+        f"models: {{repository: '{uri}', download: {{folder: cache}}}}\n"
+        "tiers: {rocksdb: {path: db}}\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "hps.cli.main",
+        "config",
+        "validate",
+        str(tmp_path / "hps.yaml"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = {p.name for p in (tmp_path / "cache").rglob("*") if p.is_file()}
+    assert "dense.onnx" in names
+    assert "emb_vector" not in names
+    s3.relay.refusal = EXPIRED
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode
+    assert "the credentials have expired" in done.stdout + done.stderr
