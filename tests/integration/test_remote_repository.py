@@ -102,6 +102,27 @@ def test_server_on_an_object_store(s3, tmp_path, workers):
     assert not [*(tmp_path / "cache").rglob("*.part")]
 
 
+def test_watched_store(s3, tmp_path):
+    """A version that is published while a node serves is served once its manifest is there."""
+    write_models(tmp_path / "source")
+    models = {
+        "repository": s3.upload(tmp_path / "source", "watched"),
+        "download": {"folder": str(tmp_path / "cache")},
+        "watch_s": 0.2,
+    }
+    with start_hps(tmp_path, models=models) as server:
+        assert word(server) == 7.0
+        write_words(tmp_path / "source", 2, first=1000.0)
+        command = [sys.executable, "-m", "hps.cli.main", "model", "publish", "words"]
+        command += ["-r", str(tmp_path / "source"), "--to", models["repository"]]
+        subprocess.run(command, check=True, capture_output=True)
+        until(lambda: word(server) == 1007.0)
+        s3.relay.refusal = "InternalError", "try again"
+        time.sleep(1.0)
+        assert word(server) == 1007.0, "what a store that fails does not list is served on"
+        s3.relay.refusal = None
+
+
 def test_predictions_for_a_file_in_a_store(s3, tmp_path):
     write_models(tmp_path / "models")
     samples = [{"user": k, "item": k, "history": [k, 1], "dense": [0.1, 0.2, k]} for k in range(40)]

@@ -145,7 +145,9 @@ class ObjectStore:
         self._fs.delete_file(f"{BUCKET}/{path}")
 
     def files(self, prefix: str) -> list[str]:
-        found = self._fs.get_file_info(fs.FileSelector(f"{BUCKET}/{prefix}", recursive=True))
+        found = self._fs.get_file_info(
+            fs.FileSelector(f"{BUCKET}/{prefix}", allow_not_found=True, recursive=True)
+        )
         return sorted(info.path.partition("/")[2] for info in found if info.is_file)
 
 

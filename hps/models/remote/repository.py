@@ -55,16 +55,21 @@ class RemoteRepository(Repository):
         self._networks = cache.root_of(store.uri, networks_only=True)
         self.location: RepositoryUri = store.uri
         self._store, self._cache = store, cache
+        self._reported = False  # that the store is unavailable
         self._fetcher = VersionFetcher(store, cache, limits, progress, peers or PeerAccess())
 
     def names(self) -> list[str]:
         try:
-            return self._store.models()
+            found = self._store.models()
         except StoreUnavailable as error:
             if not (cached := [n for n in self._cached_names() if self._cached_versions(n)]):
                 raise
-            log.warning("repository unavailable, using downloaded models: %s", error)
+            if not self._reported:
+                log.warning("repository unavailable, using downloaded models: %s", error)
+            self._reported = True
             return cached
+        self._reported = False
+        return found
 
     def versions(self, name: str) -> list[int]:
         """The complete versions in the store, ascending; one listing, so it may be polled."""
