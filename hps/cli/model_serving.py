@@ -78,7 +78,7 @@ class LoadOptions(ServedModelOptions):
 
 
 def load(options: LoadOptions) -> None:
-    """Serve a version of a model: in place of the current one, or beside it.
+    """Serve a version, in place of the current one or beside it.
 
     The current version answers until the new one is ready. It then stays in memory for a rollback
     (models.rollback_s)."""
@@ -99,7 +99,9 @@ class UnloadOptions(ServedModelOptions):
 
 
 def unload(options: UnloadOptions) -> None:
-    """Stop serving a model, or one version of it. Requests in flight are answered."""
+    """Stop serving a model, or one version of it.
+
+    Requests in flight are answered."""
     answer = options.send("unload", version=options.version)
     what = f" version {options.version}" if options.version else ""
     options.done(answer, f"{options.name}{what} is not served any more.")
@@ -116,7 +118,7 @@ class LabelOptions(ServedModelOptions):
 
 
 def label(options: LabelOptions) -> None:
-    """Give a served version a label, by which requests may name it."""
+    """Give a served version a label, for requests."""
     from hps.errors import BadRequest
 
     if options.remove == (options.version is not None):
@@ -133,13 +135,17 @@ class SwitchOptions(ServedModelOptions):
 
 
 def switch(options: SwitchOptions) -> None:
-    """Make a served version the current one, which answers requests without a version."""
+    """Make a served version the current one.
+
+    The current version answers requests without a version."""
     answer = options.send("switch", version=options.version)
     options.done(answer, f"{options.name} version {answer['version']} is the current version.")
 
 
 def rollback(options: ServedModelOptions) -> None:
-    """Make the previous version the current one again, at once if it is still in memory."""
+    """Make the previous version the current one again.
+
+    It is served immediately if it is still in memory (models.rollback_s), else after a load."""
     answer = options.send("rollback")
     options.done(answer, f"{options.name} version {answer['version']} is the current version.")
 
@@ -152,7 +158,7 @@ class ListOptions(ReportOptions):
 
 
 def list_(options: ListOptions) -> None:
-    """List the versions of a server's models, with their states and labels."""
+    """List a server's versions: states and labels."""
     with options.admin.open() as client:
         index = client.ask("/v2/repository/index", {})
     rows = [

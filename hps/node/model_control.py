@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from hps.errors import BadRequest, HpsError, NotFound, Unsupported
+from hps.errors import BadRequest, HpsError, NotFound, Unavailable, Unsupported
 from hps.models.remote import CancelOn, repository_of
 from hps.models.repository import ModelVersion, check_unchanged
 from hps.node.node import Node
@@ -50,6 +50,7 @@ class ModelControl:
         self._legacy = {
             m.version.name for m in parts.opened if root not in m.version.folder.parents
         }
+        self._listed: dict[str, list[int]] = {}
         self.problems: dict[str, str] = {}
         """Versions of a watched repository that could not be served, by model."""
 
@@ -74,7 +75,13 @@ class ModelControl:
 
     def available(self) -> dict[str, list[int]]:
         """The versions in the repository, by model."""
-        return {name: self.repository.versions(name) for name in self.repository.names()}
+        try:
+            self._listed = {
+                name: self.repository.versions(name) for name in self.repository.names()
+            }
+        except Unavailable as error:
+            log.warning("listing the model repository failed, using the last list: %s", error)
+        return self._listed
 
     def opened_version(self, name: str, version: int) -> ModelVersion:
         """A served version with its files. Raises ``NotFound``."""
@@ -121,7 +128,9 @@ class ModelControl:
     ) -> VersionChoice:
         """The choice of a model once ``found`` is loaded."""
         number = found.version
-        newest = max(self.repository.versions(found.name), default=number)
+        newest = number
+        with suppress(Unavailable):  # it was opened from the cache of downloads
+            newest = max(self.repository.versions(found.name), default=number)
         follows = is_default or number >= newest
         if former is None:
             return VersionChoice(number, follows, frozenset({number}))

@@ -66,7 +66,7 @@ class VersionSwitcher:
         self._expiry = PeriodicThread(self._expire, _EXPIRE_EVERY_S, "hps-rollback", idle_rounds=1)
         self.retirement = VersionRetirement(parts.stores, self.loader.free, self._needed, self.turn)
         for served in node.models:
-            self._create_load_counter(served)
+            self._create_counters(served)
         node.metrics.gauges(m.MODEL_SERVED, self._served_gauge)
         node.metrics.gauges(m.MODEL_LABEL, self._label_gauge)
 
@@ -277,7 +277,7 @@ class VersionSwitcher:
         if loaded is not None:
             self._warn(name, loaded.warning)
             self._node.metrics.counter(m.MODEL_LOADS, name, "served").add()
-            self._create_load_counter(name)
+            self._create_counters(name)
             log.info(
                 "model %s: version %d is served after %.1f s",
                 name,
@@ -294,8 +294,9 @@ class VersionSwitcher:
         if warning:
             log.warning("model %s: %s", name, warning)
 
-    def _create_load_counter(self, served: str) -> None:
-        """Create the counter at the start: an alert would miss the first increment otherwise."""
+    def _create_counters(self, served: str) -> None:
+        """Create the counters at the start: an alert would miss the first increment otherwise."""
+        self._node.metrics.counter(m.MODEL_SWITCHES, served, "load")
         self._node.metrics.counter(m.MODEL_LOADS, served, "failed")
 
     def _served_gauge(self) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -55,6 +55,7 @@ ELSEWHERE = {
     m.TIER_SKIPPED,
     m.TABLE_BYTES,
     m.DENSE_FALLBACKS,
+    m.MODEL_LABEL,
     *(spec.name for spec in SCHEDULER),
     "nv_gpu_memory_total_bytes",
     "nv_gpu_memory_used_bytes",

@@ -198,6 +198,17 @@ def test_versions_that_are_gone_are_left_out_at_a_start(settings, repository, tm
         caplog.clear()
 
 
+def test_unavailable_repository_keeps_the_last_list(node, monkeypatch, caplog):
+    assert node.control.available() == {"words": [1, 2, 3]}
+
+    def fail(*_):
+        raise Unavailable("the store does not respond")
+
+    monkeypatch.setattr(node.control.repository, "versions", fail)
+    assert node.control.available() == {"words": [1, 2, 3]}
+    assert "using the last list: the store does not respond" in caplog.text
+
+
 def test_failed_write_of_the_state_changes_nothing(node, monkeypatch):
     def fail(path):
         raise OSError(28, "No space left on device")
