@@ -96,7 +96,7 @@ std::uint64_t MappedTable::n_overridden() const {
   return overridden_ == nullptr ? 0 : __atomic_load_n(overridden_, __ATOMIC_ACQUIRE);
 }
 
-std::size_t MappedTable::populate(const std::int64_t* positions, std::size_t n) {
+std::size_t MappedTable::populate(const std::int64_t* positions, std::size_t n) const {
   const std::size_t page = page_bytes();
   const auto first = static_cast<std::size_t>(view_.records - data_);
   std::vector<std::size_t> pages;
@@ -119,6 +119,16 @@ std::size_t MappedTable::populate(const std::int64_t* positions, std::size_t n) 
   for (const std::size_t at : pages)
     static_cast<void>(*static_cast<volatile std::uint8_t*>(data_ + at * page));
   return pages.size();
+}
+
+bool MappedTable::is_resident(const std::int64_t* positions, std::size_t n) const {
+  const std::size_t page = page_bytes(), first = static_cast<std::size_t>(view_.records - data_);
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::size_t at = first + static_cast<std::size_t>(positions[i]) * view_.record_bytes;
+    unsigned char in_memory = 1;
+    if (mincore(data_ + at / page * page, 1, &in_memory) == 0 && (in_memory & 1) == 0) return false;
+  }
+  return true;
 }
 
 double MappedTable::resident(std::uint64_t begin, std::uint64_t end) const {

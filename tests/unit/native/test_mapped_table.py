@@ -1,6 +1,7 @@
 """Mapped tables: the compiled reader and index builder against their NumPy twins and a dict."""
 
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -375,6 +376,23 @@ def test_populate_and_resident_follow_the_page_cache(folder):
     assert 0 < read <= 2 * len(keys)
     assert mapped.table.populate(keys) == 0
     assert (fetch(mapped.table, keys).out == vectors(keys, 32)).all()
+
+
+def test_a_fetch_reads_cold_pages_side_by_side(folder):
+    path = written(folder / "cold-fetch", np.arange(50_000), 32)
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+    mapped = open_mapped(path, VERSION, CODE)
+    if mapped.resident() > 0.5:
+        pytest.skip("the file system keeps files in memory")
+    keys = np.arange(0, 50_000, 50)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    assert (fetch(mapped.table, keys).out == vectors(keys, 32)).all()
+    # Pages that were asked for ahead are being read, or in memory, when they are touched.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults < len(keys) / 2
+    assert mapped.table.populate(keys) == 0
 
 
 TRUNCATION = """

@@ -55,7 +55,9 @@ class MappedTable final : public RowReader {
 
   // Reads the pages of the records at `positions` that are not in memory, side by side, and waits
   // for them. Returns their number.
-  std::size_t populate(const std::int64_t* positions, std::size_t n);
+  std::size_t populate(const std::int64_t* positions, std::size_t n) const;
+  // False if the first page of one of these records is not in memory.
+  bool is_resident(const std::int64_t* positions, std::size_t n) const;
   // The share of the mapped pages in [begin, end) that are in memory; 1 for an empty range.
   double resident(std::uint64_t begin, std::uint64_t end) const;
 
