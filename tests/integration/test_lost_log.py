@@ -5,6 +5,8 @@ import shutil
 import time
 from pathlib import Path
 
+import pytest
+
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.models.version_writer import write_version
 from hps.tiers.mapped import MappedTier
@@ -30,11 +32,12 @@ def flip(log: Path) -> None:
         file.write(bytes(100))
 
 
-def test_rows_lost_from_log_are_read_again_from_kafka(tmp_path):
+@pytest.mark.parametrize("mapped", [False, True])
+def test_rows_lost_from_log_are_read_again_from_kafka(tmp_path, mapped):
     broker, topic = shared_broker(), native_topic(MODEL)
     stream = UpdateStream(1, 1000, 4000, time.time_ns() // 10**6 + 60_000)
     spec = ModelSpec(name=MODEL, tables=[TableSpec(name=TABLE, dim=DIM, default=DEFAULT)])
-    write_version(tmp_path / "models", spec, 1, {TABLE: stream.first_rows})
+    write_version(tmp_path / "models", spec, 1, {TABLE: stream.first_rows}, mapped=mapped)
     make_topic(broker, topic, PARTITIONS)
     ends = [0] * PARTITIONS
     with sending(broker) as producer:

@@ -18,11 +18,13 @@ from tests.support.update_stream import ABSENT, UpdateStream, rows_of
 from tests.support.waiting import until
 
 
-@pytest.mark.parametrize(("seed", "ingest"), [(1, False), (2, True)])
-def test_every_store_converges_to_the_stream_after_kills(tmp_path, seed, ingest):
+@pytest.mark.parametrize(
+    ("seed", "ingest", "mapped"), [(1, False, False), (2, True, False), (3, False, True)]
+)
+def test_every_store_converges_to_the_stream_after_kills(tmp_path, seed, ingest, mapped):
     need_kafka()
     need("redis-server")
-    run = CrashRun(tmp_path, seed, seconds=5, ingest=ingest)
+    run = CrashRun(tmp_path, seed, seconds=5, ingest=ingest, mapped=mapped)
     run.run()
     assert set(run.killed) == set(run.victims)
 

@@ -18,6 +18,7 @@ from benchmarks.peers.redis_server import RedisServer
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.store_settings import RedisSettings
 from hps.models.version_writer import write_version
+from hps.tiers.mapped import MappedTier
 from hps.tiers.redis import RedisTier
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
@@ -37,7 +38,8 @@ _QUIET.disabled = True
 class CrashRun:
     """One seed's run in an empty ``folder``. Two nodes: ``own`` has RocksDB and a CPU cache; ``shared`` has
     a CPU cache as well and writes Redis, its only store; with ``ingest`` a process of its own writes that,
-    and the node's cache may be ahead of it. ``seconds``: over which the updates are sent.
+    and the node's cache may be ahead of it. ``seconds``: over which the updates are sent. ``mapped``: the
+    table has a mapped file, so that the RocksDB only has its updates.
 
     `run` raises AssertionError for whatever is wrong in the end. ``killed``: who was, in order.
     """
@@ -48,6 +50,7 @@ class CrashRun:
     updates: int = 10_000
     seconds: float = 10.0
     ingest: bool = False
+    mapped: bool = False
     killed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -55,7 +58,8 @@ class CrashRun:
         self.stream = UpdateStream(
             self.seed, self.keys, self.updates, time.time_ns() // 10**6 + 60_000
         )
-        write_version(self.folder / "models", spec, 1, {TABLE: self.stream.first_rows})
+        rows = {TABLE: self.stream.first_rows}
+        write_version(self.folder / "models", spec, 1, rows, mapped=self.mapped)
         self.table = EmbeddingTable.make(TABLE, DIM, model=MODEL, version=1)
         self.topic = native_topic(MODEL)
         self.broker: KafkaBroker = fresh_broker(self.folder / "kafka")
@@ -216,9 +220,10 @@ class CrashRun:
         )
 
     def _judge_rocksdb(self) -> None:
-        store = RocksDbTier(self.folder / "rocksdb")
+        store = MappedTier(self.folder / "rocksdb")
         try:
             store.open_tables([self.table])
+            assert store.is_mapped(self.table) == self.mapped
             judge_store("RocksDB", self.stream, store, self.table)
         finally:
             store.close()
