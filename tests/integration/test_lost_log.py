@@ -5,8 +5,6 @@ import shutil
 import time
 from pathlib import Path
 
-import pytest
-
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.models.version_writer import write_version
 from hps.tiers.mapped import MappedTier
@@ -32,36 +30,42 @@ def flip(log: Path) -> None:
         file.write(bytes(100))
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-def test_rows_lost_from_log_are_read_again_from_kafka(tmp_path, mapped):
+def test_rows_lost_from_log_are_read_again_from_kafka(tmp_path):
     broker, topic = shared_broker(), native_topic(MODEL)
     stream = UpdateStream(1, 1000, 4000, time.time_ns() // 10**6 + 60_000)
-    spec = ModelSpec(name=MODEL, tables=[TableSpec(name=TABLE, dim=DIM, default=DEFAULT)])
-    write_version(tmp_path / "models", spec, 1, {TABLE: stream.first_rows}, mapped=mapped)
     make_topic(broker, topic, PARTITIONS)
     ends = [0] * PARTITIONS
     with sending(broker) as producer:
         for partition, message in stream.messages(f"{MODEL}/{TABLE}", PARTITIONS):
             producer.produce(topic, message, partition=partition)
             ends[partition] += 1
+    for kind in ("loaded", "mapped"):
+        spec = ModelSpec(name=MODEL, tables=[TableSpec(name=TABLE, dim=DIM, default=DEFAULT)])
+        rows = {TABLE: stream.first_rows}
+        write_version(tmp_path / kind / "models", spec, 1, rows, mapped=kind == "mapped")
+        cut_and_read_again(tmp_path / kind, broker.address, stream, ends)
 
-    def start(group: str) -> FedNode:
+
+def cut_and_read_again(folder: Path, brokers: str, stream: UpdateStream, ends: list[int]) -> None:
+    """Kill a node, damage copies of its log, and judge what a start makes of each."""
+
+    def start(name: str) -> FedNode:
+        group = f"{folder.name}-{name}"
         settings = {
-            "models": {"repository": str(tmp_path / "models")},
-            "tiers": {
-                "rocksdb": {"path": str(tmp_path / group / "db"), "on_lost_writes": "accept"}
-            },
-            "updates": {"kafka": {"brokers": broker.address, "group": group}},
+            "models": {"repository": str(folder / "models")},
+            "tiers": {"rocksdb": {"path": str(folder / name / "db"), "on_lost_writes": "accept"}},
+            "updates": {"kafka": {"brokers": brokers, "group": group}},
         }
-        node = FedNode(tmp_path / group, settings, stream)
+        node = FedNode(folder / name, settings, stream)
         node.start()
-        until(lambda: node.ask(f"applied {topic} {PARTITIONS}")[f"hps.node.{group}"] == ends)
+        asked = f"applied {native_topic(MODEL)} {PARTITIONS}"
+        until(lambda: node.ask(asked)[f"hps.node.{group}"] == ends)
         return node
 
     start("killed").kill()
     table = EmbeddingTable.make(TABLE, DIM, model=MODEL, version=1)
     for name, damage in (("cut", cut), ("flipped", flip)):
-        database = shutil.copytree(tmp_path / "killed/db", tmp_path / name / "db")
+        database = shutil.copytree(folder / "killed/db", folder / name / "db")
         (*_, newest) = sorted(database.glob("*.log"))
         assert newest.stat().st_size > 50_000
         damage(newest)
