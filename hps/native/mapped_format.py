@@ -5,8 +5,8 @@ straight from the page cache. Sections, in this order; all numbers little-endian
 
 * header: `HEADER`, 4,096 bytes, written last, with the CRC-32 of the bytes before it at its end;
 * records: record ``i`` is the key with position ``i`` (int64), then its row, padded with zeros to a
-  multiple of 8 bytes. The key stands in the record, so an absent key is told from a present one with
-  certainty, and a row costs one read of the disk;
+  multiple of 8 bytes. The record contains the key, so that absent keys are detected with certainty
+  and a row costs one read of the disk;
 * parts: ``(parts, 4) uint32``: first position, keys, slots and first remap entry of each part of the index;
 * pilots: a byte per bucket, ``buckets`` of them;
 * remap: ``uint32`` per slot behind a part's last position, the position in the part that it stands for;
