@@ -22,6 +22,8 @@ import numpy as np
 import hps
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.gpu import DeviceClock
+from benchmarks.gpu_public_fill import BARS as FILL_BARS
+from benchmarks.gpu_public_fill import measure_fill
 from benchmarks.gpu_public_predict import BARS as PREDICT_BARS
 from benchmarks.gpu_public_predict import measure_predictions
 from benchmarks.host_clock import host_us, median_us
@@ -66,6 +68,7 @@ BARS = (
     ),
     Bar("missing_30", "lookup_on_device, dim 32, 30 % missing, M keys/s", at_least=400.0),
     *PREDICT_BARS,
+    *FILL_BARS,
 )
 
 
@@ -231,6 +234,8 @@ def run(options: Options) -> Report:
                     if dim == 32:
                         measure_missing(report, opened, 0.0, options.seed)
     measure_predictions(report, options.seed, quick=options.quick)
+    with tempfile.TemporaryDirectory() as folder:
+        measure_fill(report, Path(folder), options.seed, quick=options.quick)
     return report
 
 
@@ -250,6 +255,7 @@ BENCHMARK = Benchmark(
     helpers=(
         *("benchmarks/common.py", "benchmarks/measure.py", "benchmarks/gpu.py"),
         *(
+            "benchmarks/gpu_public_fill.py",
             "benchmarks/gpu_public_predict.py",
             "benchmarks/gpu_serving.py",
             "benchmarks/host_clock.py",
