@@ -41,14 +41,22 @@ class Buffer {
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
 
+  // Whether the array has `ndim` axes and the dtype of `format`, by any of its names: NumPy has two
+  // integer types of 8 bytes, and arrays made here are of the other one.
   bool has(int ndim, const char* format) const {
-    return view_.ndim == ndim && std::strcmp(view_.format, format) == 0;
+    return view_.ndim == ndim &&
+           (std::strcmp(view_.format, format) == 0 || (is_int64(view_.format) && is_int64(format)));
   }
   std::size_t size(int axis) const { return static_cast<std::size_t>(view_.shape[axis]); }
   const char* format() const { return view_.format; }
   std::uint8_t* bytes() const { return static_cast<std::uint8_t*>(view_.buf); }
 
  private:
+  static bool is_int64(const char* format) {
+    return std::strcmp(format, "q") == 0 ||
+           (sizeof(long) == sizeof(long long) && std::strcmp(format, "l") == 0);
+  }
+
   Py_buffer view_;
 };
 

@@ -229,6 +229,7 @@ def test_a_pool_needs_a_thread():
 def test_keys_are_copied_one_array_after_the_other(copy, sizes):
     rng, pools = np.random.default_rng(2), [None, native.WorkerPool(3)]
     arrays = [rng.integers(-(2**63), 2**63, n) for n in sizes]
+    arrays[0] = arrays[0].astype(np.longlong)
     for pool in pools:
         out = np.zeros(sum(sizes) + 2, np.int64)
         assert copy(arrays, out, pool) == sum(sizes)
