@@ -116,7 +116,7 @@ class InferencePipeline:
 
     def predict(self, request: PredictRequest) -> PredictResult:
         """Like ``submit``, but wait for the result."""
-        return self.submit(request).result()
+        return self._begin(request, waits=True).result()
 
     def submit(self, request: PredictRequest) -> Future[PredictResult]:
         """Start a prediction; already done if memory held every row and the network runs inline.
@@ -124,12 +124,15 @@ class InferencePipeline:
         Never blocks. Raises ``BadRequest``, ``Unavailable`` (overloaded), and the error of an inline run;
         later errors are the future's exception.
         """
-        if self._scheduled is None:
-            return self.submit_alone(request)
+        return self._begin(request, waits=False)
+
+    def _begin(self, request: PredictRequest, *, waits: bool) -> Future[PredictResult]:
+        """Start a prediction. ``waits``: its caller only waits for the result."""
         inputs, batch = self._check.inputs(request)
         wanted = self._check.outputs(request)
+        if self._scheduled is None or (waits and self._scheduled.gains_alone(batch)):
+            return self._run_alone(request, inputs, batch, wanted)
         names = self._computed(request, wanted)
-
         finish = partial(self._finish_scheduled, request, wanted, batch)
         begun = self._scheduled.start(request, inputs, batch, names, finish)
         return self._run_alone(request, inputs, batch, wanted) if begun is None else begun

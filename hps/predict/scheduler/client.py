@@ -162,6 +162,11 @@ class SchedulerClient:
         )
 
     @property
+    def is_busy(self) -> bool:
+        """True while a request of this client is in flight."""
+        return bool(self._waiting)
+
+    @property
     def has_failed(self) -> bool:
         """True after `fail` or `close`."""
         return bool(self._closed)

@@ -21,6 +21,8 @@ from hps.types import LookupResult, PredictRequest, PredictResult, Source
 REPLY_BYTES = 1 << 14
 """Space for an encoded reply beside its outputs: names, errors, reports."""
 _METERS_KEPT = 64
+_ALONE = 512
+"""Batches from which the copies cost more than a common batch gains, for a caller that waits."""
 
 Finish = Callable[[Arrays, LookupResult, float | None], PredictResult]
 """Makes the result from the outputs, the lookup's report, and the seconds that the request took.
@@ -58,6 +60,13 @@ class ScheduledModel:
         self._remote = remote
         self._largest = largest
         self._counted: dict[int, tuple[Callable[[float], None], Callable[[float], None]]] = {}
+
+    def gains_alone(self, batch: int) -> bool:
+        """True if a request of ``batch`` samples ends sooner outside of common batches.
+
+        A large one does while no other is in flight: its keys are copied once less, and no other thread is
+        woken. Beside others, common batches answer more requests."""
+        return not self._remote and batch >= _ALONE and not self._client.is_busy
 
     def start(
         self,

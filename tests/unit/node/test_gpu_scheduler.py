@@ -19,8 +19,9 @@ from hps.models.version_writer import write_version
 from hps.native import COMPILED
 from hps.observability import metric_names as m
 from hps.predict.scheduler.channel_socket import NODE_ENDED, connect
+from hps.predict.scheduler.client import SchedulerClient
 from hps.predict.scheduler.host import SchedulerHost
-from hps.types import JaggedKeys, Source, version_now
+from hps.types import JaggedKeys, PredictRequest, Source, version_now
 from tests.support.waiting import until
 from tests.unit.node.test_gpu_caches import (  # noqa: F401 # fixtures
     DENSE,
@@ -93,6 +94,36 @@ def test_node_runs_a_prediction_larger_than_a_batch_as_a_whole(attached):
         before = counted(node, m.SCHEDULER_BATCHES, "m", "1")
         same(side.predict("m", *asked), plain.predict("m", *asked))
         assert counted(node, m.SCHEDULER_BATCHES, "m", "1") - before == batches
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("batch", [511, 512, 2048])
+def test_large_prediction_runs_alone_while_no_other_is_in_flight(
+    attached, batch, busy, monkeypatch
+):
+    node, process, plain, _ = attached
+    if busy:
+        monkeypatch.setattr(SchedulerClient, "is_busy", True)
+    asked = request_of(np.arange(200), batch)
+    for side, common in ((node, busy or batch < 512), (process, True)):
+        before = counted(node, m.SCHEDULER_BATCHES, "m", "1")
+        same(side.predict("m", *asked), plain.predict("m", *asked))
+        assert (counted(node, m.SCHEDULER_BATCHES, "m", "1") > before) == common
+
+
+def test_client_is_busy_until_its_last_request_ended(attached):
+    node, *_ = attached
+    served = node.model("m")
+    features, dense = request_of(np.arange(200), 64)
+    request = PredictRequest(served.keys(features), dense)
+    client = node.scheduler._client
+    assert not client.is_busy
+    futures = [served.pipeline.submit(request) for _ in range(50)]
+    seen = client.is_busy
+    for future in futures:
+        future.result()
+    assert seen
+    until(lambda: not client.is_busy)
 
 
 @pytest.mark.parametrize("keys", [np.arange(HELD - 100, HELD), np.arange(HELD + 100)])
