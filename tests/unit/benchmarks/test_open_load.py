@@ -1,0 +1,104 @@
+"""Tests of the native open-loop load generator, against an echo over HTTP."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks.load import http_request
+from benchmarks.native_load import Patch, Template
+from benchmarks.open_load import Kind, open_load
+from benchmarks.peers.process import free_ports, serving
+from benchmarks.switch import Half, Measured
+
+MESSAGE = http_request("/3000", bytes(64))
+ECHO = Template("http", MESSAGE, [Patch(len(MESSAGE) - 64, 4, 100)])
+
+
+@pytest.fixture(scope="module")
+def echo():
+    port = free_ports(1)[0]
+    command = [sys.executable, "-m", "benchmarks.peers.asgi", "echo", str(port), "3000"]
+    with serving(command, port, ready_path="/0") as server:
+        yield server.address
+
+
+def test_requests_are_sent_at_their_times(echo):
+    begin = time.monotonic_ns()
+    with open_load(echo, [Kind(ECHO, 0.75), Kind(ECHO, 0.25)], 400) as running:
+        time.sleep(1)
+    records = running.records
+    assert (records["status"] == 200).all()
+    assert not records["wrong"].any()
+    assert 250 < len(records) < 600
+    assert 0.1 < records["kind"].mean() < 0.4
+    assert (records["due"] >= begin).all()
+    assert (records["sent"] >= records["due"]).all()
+    assert (records["end"] > records["sent"]).all()
+
+
+def test_closed_loop_sends_after_each_answer(echo):
+    with open_load(echo, [Kind(ECHO)], 0, connections=2) as running:
+        time.sleep(0.3)
+    assert len(running.records) > 20
+
+
+def test_numbers_that_differ_are_wrong():
+    """The peer answers with 3,000 bytes of the request's kind; here a fixed answer stands in."""
+    numbers = struct.pack("<4f", 1, 9, 1, 9)
+    for last, wrong in ((numbers, 0), (struct.pack("<4f", 1, 9, 2, 9), 1)):
+        with answering(last) as address, open_load(address, [Kind(ECHO, 1, 4, 2)], 100) as running:
+            time.sleep(0.2)
+        assert running.records["wrong"].mean() == wrong
+        assert (running.records["value"] == 1).all()
+
+
+def test_old_versions_are_stale_only_after_the_switch():
+    from benchmarks.open_load import RECORD
+
+    records = np.zeros(3, RECORD)
+    records["status"], records["value"] = 200, (1, 1, 2)
+    records["due"] = (10, 25, 25)
+    busy = Half(0, 30, [(5, 20, 2)])
+    measured = Measured([Half(0, 1)], [busy], records)
+    assert measured.stale == 1
+
+
+class answering:
+    """An HTTP server that answers every request with a fixed body."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+
+    def __enter__(self) -> str:
+        import threading
+        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+        body = self._body
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_POST = do_GET
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return f"127.0.0.1:{self._server.server_address[1]}"
+
+    def __exit__(self, *_exc: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
