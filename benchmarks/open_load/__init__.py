@@ -34,7 +34,7 @@ RECORD = np.dtype(
     ]
 )
 """An answer: times in ns of `time.monotonic_ns`; the checked number; status, 200 for OK, 0 for a request that
-was not sent because 1,000 were unanswered; the number of the request's kind; 1 if the checked numbers differ."""
+was not sent because 1,000 were unanswered; the number of its kind; 1 if the checked numbers differ."""
 
 
 @dataclass(frozen=True)
