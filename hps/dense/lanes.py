@@ -98,6 +98,11 @@ class LaneBinding:
         except Exception as error:
             raise DenseModelError(f"the dense model failed: {first_line(error)}") from error
 
+    def release(self) -> None:
+        """Free what refers to this object, so that the session's memory is free immediately."""
+        self._io = self._recording = None
+        self._prepared = _do_nothing
+
     # -- for the batch scheduler -------------------------------------------------------------------
 
     @property
@@ -200,9 +205,14 @@ class NetworkLane:
         return tensor.name, self.space.kind, self._device, tensor.dtype, shape, at
 
     def close(self) -> None:
-        """Free the lane's memory: its session, and all that is bound to its block."""
+        """Free the lane's memory: its session, and all that is bound to its block. Idempotent."""
+        if self.session is None:
+            return
+        for binding in self._bindings.values():
+            binding.release()
         self._forget()
         self.session = self._block = self.pinned = None
+        self.space.give_back(self.stream)
 
     def _forget(self) -> None:
         self._bindings.clear()
@@ -245,6 +255,9 @@ class DeviceLanes:
         for lane in lanes:
             if lane is not None:
                 lane.close()
+
+
+def _do_nothing() -> None: ...
 
 
 def address(array: Any) -> int:

@@ -20,7 +20,8 @@ from hps.config import Configuration, Settings, as_configuration
 from hps.config.store_settings import GuardSettings
 from hps.errors import ConfigError, ModelError, TierError, TierMisfit
 from hps.models.repository import ModelVersion
-from hps.node.gpu_caches import NodeGpus
+from hps.native import WorkerPool
+from hps.node.gpu_models import GpuModels
 from hps.node.model_opening import open_model, open_versions
 from hps.node.scheduler_client import NodeSchedulerClient
 from hps.node.serving_context import (
@@ -157,7 +158,7 @@ class _AttachBuilder:
         lanes = open_lookup_pools(self._settings, resources)
         self._serving = ServingContext(TierChain(caches), stores, self._node.promote, lanes, runs)
         self._serving.publish(metrics)
-        self._devices = NodeGpus(self._settings, [], metrics, resources)  # none is opened
+        self._devices = GpuModels(self._settings, metrics, WorkerPool(1))  # no GPU is opened
         self._scheduler = NodeSchedulerClient(path, metrics, resources)
 
     def attached(self) -> Attached:

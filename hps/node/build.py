@@ -109,7 +109,6 @@ class _NodeBuilder:
         later = self._resources.enter_context(ExitStack())
         stores, caches = self._stores, self._caches
         on_gpu = self._devices.open()  # cheap to check, so before rows are loaded
-        self._check_versions()
         stores.open(self._progress)
         writer = caches.open(on_gpu)
         caches.fill(self._progress)
@@ -145,18 +144,8 @@ class _NodeBuilder:
             switcher.closed.set
         )  # before the watch ends, which may wait for a load
         node.checkpoints = stores.checkpoints
-        node.scheduler = self._devices.scheduler
+        node.scheduler = self._devices.models.scheduler
         return node
-
-    def _check_versions(self) -> None:
-        """Raise ConfigError for several versions of a model where only one can be served."""
-        several = [name for name, each in self._choices.items() if len(each.versions) > 1]
-        if several and self._devices.replicas is not None:
-            raise ConfigError(
-                f"several versions of model '{several[0]}' are to be served (models.versions, or requests to "
-                "this node), and a node with GPU caches (tiers.gpu.use) serves one; choose one, or set "
-                "tiers.gpu.use to 'off'"
-            )
 
     def _open_streams(self) -> UpdateStreams:
         """The update streams; they feed the current versions."""
@@ -181,12 +170,14 @@ class _NodeBuilder:
             runs,
         )
         in_memory = [self._metered(caches.in_memory.tier)] if caches.in_memory else []
-        self._devices.bridge(in_memory, serving.stores, caches.promote_to_gpu, caches.promote)
+        self._devices.models.bridge(
+            in_memory, serving.stores, caches.promote_to_gpu, caches.promote
+        )
         return serving
 
     def _serve(self, serving: ServingContext, model: OpenedModel) -> ServedModel:
         freshness = freshness_of(self._settings, model.version.name, self._metrics)
-        return serving.serve(model, self._metrics, self._devices, freshness)
+        return serving.serve(model, self._metrics, self._devices.models, freshness)
 
     def _open_socket(
         self, node: Node, serving: ServingContext, attached: AttachedProcesses
@@ -216,7 +207,7 @@ class _NodeBuilder:
             },
         )
         self._resources.callback(socket.close)
-        if (scheduler := self._devices.scheduler) is not None:
+        if (scheduler := self._devices.models.scheduler) is not None:
             scheduler.listen(folder)
             socket.answers["scheduler"] = lambda _question: scheduler.describe()
         return socket

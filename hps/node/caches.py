@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import CancelledError
+from contextlib import ExitStack, suppress
 from functools import partial
 
 from hps.config import Settings
@@ -23,7 +24,7 @@ from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.cpu.cache_memory import CacheMemory
 from hps.tiers.cpu.segments import Segments
-from hps.tiers.ranking import HotKeys, MergedRanking
+from hps.tiers.ranking import HotKeys, MergedRanking, RankedCache
 from hps.types import EmbeddingTable, KeyArray, Progress, Source
 from hps.updates.background_warmup import BackgroundWarmup, FillStep
 from hps.updates.cache_warmup import CacheWarmup, FileRows
@@ -120,9 +121,8 @@ class NodeCaches:
         self._cpu_cache = cache
         if chosen.snapshot.path is not None:
             self._hot = hot_keys_at_start(chosen.snapshot.path)
-            on_gpu = self._devices.replicas
             snapshots = HotKeySnapshots(
-                MergedRanking([on_gpu, cache]) if on_gpu else cache,
+                self._ranking(),
                 self._tables,
                 chosen.snapshot.path,
                 interval_s=chosen.snapshot.interval_s,
@@ -180,6 +180,10 @@ class NodeCaches:
 
     def _fill_hottest(self, warming: CacheWarmup, table: EmbeddingTable, keys: KeyArray) -> None:
         warming.hottest(table, keys, self.statuses[0].tier)
+        self._promote_hottest(table, keys)
+
+    def _promote_hottest(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """Copy rows of the CPU cache, the hottest first, to the GPUs."""
         if self._gpu_promotion and self._devices.replicas:
             keys = keys[: self._devices.replicas.capacity(table)]
             self._gpu_promotion.promote_now(table, keys)
@@ -214,12 +218,21 @@ class NodeCaches:
         self,
         model: OpenedModel,
         old: OpenedModel | None,
-        other_tables: Sequence[EmbeddingTable],
+        kept: Sequence[OpenedModel],
         progress: Progress,
     ) -> str:
-        """Add a version's tables to the CPU cache, next to ``other_tables``; returns a warning or "".
+        """Add a version's tables to the caches, next to those of the ``kept`` versions.
 
-        They are filled with the rows that are hot in the ``old`` version."""
+        They are filled with the rows that are hot in the ``old`` version. Returns a warning or ""."""
+        others = [table for each in kept for table in each.tables.values()]
+        warnings = [self._add_to_cpu_cache(model, others), self._devices.add(model, kept)]
+        warming = CacheWarmup(self._writer, progress)
+        for name, table in model.tables.items():
+            before = None if old is None else old.tables.get(name)
+            self._warm_added(warming, table, model.version.tables[name], before)
+        return "; ".join(filter(None, warnings))
+
+    def _add_to_cpu_cache(self, model: OpenedModel, other_tables: Sequence[EmbeddingTable]) -> str:
         cache = self._cpu_cache
         if cache is None:
             return ""
@@ -230,25 +243,45 @@ class NodeCaches:
             new,
             {table: cache.capacity(table) for table in other_tables},
         )
-        warming = CacheWarmup(self._writer, progress)
-        for name, table in model.tables.items():
+        for table in new:
             cache.add_table(table, plan[table], eviction_of(self._settings, table))
-            rows = cache.capacity(table)
-            if not rows or not self._settings.tiers.cpu_cache.warm:
-                continue
-            files = model.version.tables[name]
-            before = None if old is None else old.tables.get(name)
-            hot = None if before is None else cache.top_k(before, rows)[0]
-            if hot is not None and len(hot) and rows < files.rows:
-                warming.hottest(table, hot, cache)
-            else:
-                known = self._stores.version_of_rows(table)
-                rows = min(rows, files.rows)
-                warming.fill(table, files.keys(0, rows), files.vectors, known)
         return warning
 
+    def _warm_added(
+        self,
+        warming: CacheWarmup,
+        table: EmbeddingTable,
+        files: TableFiles,
+        old: EmbeddingTable | None,
+    ) -> None:
+        """Fill the caches of an added table with the rows that are hot in the ``old`` one."""
+        if table in self._devices.static and not self._fill_static(warming, table, files):
+            return
+        rows = min(files.rows, max((self._wanted(c, table) for c in self.statuses), default=0))
+        hot = None if old is None or not rows else self._ranking().top_k(old, rows)[0]
+        if hot is not None and len(hot) and rows < files.rows:
+            self._fill_hottest(warming, table, hot)
+            return
+        version = self._stores.version_of_rows(table)
+        warming.fill(table, files.keys(0, rows), files.vectors, version)
+        if hot is not None and len(hot):
+            self._promote_hottest(table, hot)
+
+    def _ranking(self) -> RankedCache:
+        """The caches' hot keys, of the faster cache first."""
+        caches: list[RankedCache] = []
+        if self._devices.replicas is not None:
+            caches.append(self._devices.replicas)
+        if self._cpu_cache is not None:
+            caches.append(self._cpu_cache)
+        return caches[0] if len(caches) == 1 else MergedRanking(caches)
+
     def drop(self, model: OpenedModel) -> None:
-        """Free a version's tables."""
+        """Free a version's tables, and what was prepared on the GPUs for its requests."""
+        self._devices.models.retire(model)
+        with suppress(CancelledError):  # the writer is closed; the caches are closed next
+            drop = partial(self._devices.drop_tables, [*model.tables.values()])
+            self._writer.run(drop).result()
         if self._cpu_cache is not None:
             for table in model.tables.values():
                 self._cpu_cache.drop_table(table)

@@ -1,49 +1,31 @@
-"""GPU caches of a node: one per device, their bridges to host memory, and lookups that stay there.
-
-A lookup asks the cache first that is in the memory where its vectors are needed. With vectors on the
-host it asks the CPU cache, then the GPU caches as one tier, then the stores; with vectors on a device the
-GPU cache, then, over the bridge, the CPU cache and the stores."""
+"""GPU caches of a node, one per device: opened, planned, and changed with the served versions."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from hps import native
 from hps.cgroups import available_cores
 from hps.config.cache_settings import GpuCacheSettings
 from hps.config.schema import Settings
 from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import device_count, has_gpu, missing_device, missing_requirement
 from hps.cuda.memory import free_bytes_on, free_host_bytes, release_unused
-from hps.dense.lanes import DeviceLanes
-from hps.dense.onnx import OnnxModel
-from hps.errors import ConfigError, GpuUnavailable, ModelError
-from hps.lookup.engine import Promote
-from hps.lookup.gpu.device_lookup import DeviceLookup
-from hps.lookup.gpu.miss_fill import HostCaches
+from hps.errors import ConfigError, GpuUnavailable
 from hps.native import WorkerPool
-from hps.node.gpu_plan import check_memory, plan_of_settings
+from hps.node.gpu_models import GpuModels
+from hps.node.gpu_plan import check_memory, plan_added_tables, plan_of_settings
 from hps.node.gpu_scheduler import NodeScheduler
 from hps.node.model_opening import OpenedModel
 from hps.node.tier_status import TierStatus
-from hps.observability.meters import LookupMeter, TierMeter
 from hps.observability.metrics import Metrics
-from hps.predict.device_feed import DeviceFeed
-from hps.predict.device_path import DevicePath
-from hps.predict.pipeline import DevicePredictor, InferencePipeline
-from hps.threads import LookupPools
 from hps.tiers.background_refresh import BackgroundValue
-from hps.tiers.base import Tier
-from hps.tiers.chain import TierChain
-from hps.tiers.fused_lookup import fused_lookup_of
 from hps.tiers.gpu.memory import publish_memory
 from hps.tiers.gpu.plan import Plan, device_bytes, host_bytes_of
 from hps.tiers.gpu.replicas import GpuReplicas
-from hps.tiers.wrappers import MeteredTier, PromotingTier
 from hps.types import EmbeddingTable
 
 log = logging.getLogger(__name__)
@@ -55,7 +37,8 @@ _MISS_THREADS = 16
 class NodeGpus:
     """The GPU caches: call `open`; ``resources`` closes them. All results are empty without a GPU.
 
-    ``static``: the tables that must be filled completely and then sealed."""
+    ``static``: the tables that must be filled completely and then sealed. One thread at a time may change
+    the tables or prepare versions."""
 
     def __init__(
         self,
@@ -69,13 +52,11 @@ class NodeGpus:
         self._opened = opened
         self._metrics = metrics
         self._resources = resources
-        self._bridged: list[tuple[Tier, Tier]] = []
-        self._closed_last: list[Callable[[], None]] = []
-        self._host: list[HostCaches] = []
+        self._held: Plan = {}
         threads = settings.tiers.gpu.miss_threads or min(_MISS_THREADS, available_cores())
         self._pool = WorkerPool(threads)
+        self.models = GpuModels(settings, metrics, self._pool)
         self.replicas: GpuReplicas | None = None
-        self.scheduler: NodeScheduler | None = None
         self.static: list[EmbeddingTable] = []
 
     def open(self) -> TierStatus | None:
@@ -95,176 +76,96 @@ class NodeGpus:
                 raise
             log.warning("no GPU cache: %s; rows are served from the CPU cache", error)
             return None
-        self.static = [table for table, planned in plan.items() if planned.static]
-        by_version = [
-            table
-            for table, planned in plan.items()
-            if planned.policy is EvictionPolicy.SCORE and not planned.static
-        ]
-        self.replicas = GpuReplicas(caches, by_version)
+        self.replicas = self.models.replicas = GpuReplicas(caches, by_version(plan))
+        self._note(plan)
         self._resources.callback(self._close)
+        if self.models.schedules():
+            resources = self._metrics, self._resources
+            self.models.scheduler = NodeScheduler(self._settings, caches, *resources)
         publish_memory(self._metrics, self._chosen.devices, self._resources)
-        return self._status(self.replicas, plan)
+        return self._status(self.replicas)
+
+    def _note(self, plan: Plan) -> None:
+        self._held = self._held | plan
+        self.static += [table for table, planned in plan.items() if planned.static]
 
     def _close(self) -> None:
         """Give all memory back, though others may still refer to the caches, lookups and paths.
 
         Runs after the threads that use them have ended, since it was registered before these started."""
-        while self._closed_last:
-            self._closed_last.pop()()
+        self.models.close()
         assert self.replicas is not None
         self.replicas.close()
         release_unused(self._chosen.devices)
 
-    def _status(self, replicas: GpuReplicas, plan: Plan) -> TierStatus:
-        tables = [table for table, planned in plan.items() if planned.rows]
-        rows = BackgroundValue(
-            lambda: {table: replicas.rows(table) for table in tables}, _COUNT_AGAIN_S, "gpu-rows"
-        )
+    def _status(self, replicas: GpuReplicas) -> TierStatus:
+        def counted() -> dict[EmbeddingTable, int]:
+            return {table: replicas.rows(table) for table, p in [*self._held.items()] if p.rows}
+
+        rows = BackgroundValue(counted, _COUNT_AGAIN_S, "gpu-rows")
         self._resources.callback(rows.close)
-        facts: dict[str, Any] = {
-            "devices": self._chosen.devices,
-            "bytes": device_bytes(plan),
-            "pinned_host_bytes": host_bytes_of(plan),
-            "static_tables": len(self.static),
-        }
         return TierStatus(
             replicas,
             lambda table: (rows.value or {}).get(table, 0),
             replicas.capacity,
-            facts=lambda: facts | self._scheduler_facts(),
+            facts=self._facts,
         )
 
-    def _scheduler_facts(self) -> dict[str, Any]:
-        return {} if self.scheduler is None else {"scheduler": self.scheduler.status()}
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "devices": self._chosen.devices,
+            "bytes": device_bytes(self._held),
+            "pinned_host_bytes": host_bytes_of(self._held),
+            "static_tables": len(self.static),
+        }
+        scheduler = self.models.scheduler
+        return facts if scheduler is None else facts | {"scheduler": scheduler.status()}
 
-    def bridge(
-        self, caches: Sequence[Tier], stores: Tier, promote_to_gpu: Promote, promote: Promote
-    ) -> None:
-        """Let each device fetch its misses from ``caches``, in host memory, and ``stores``.
+    # -- versions while the node serves --------------------------------------------------------------
 
-        ``promote_to_gpu`` and ``promote`` are called with keys found in ``caches`` and in ``stores``."""
+    def add(self, model: OpenedModel, others: Sequence[OpenedModel]) -> str:
+        """Add a version's tables, empty, to the caches; returns a warning or "".
+
+        ``others``: the versions that stay. Raises GpuUnavailable if `use` is required and too little memory
+        is left; else the version is served from the CPU cache, with a warning."""
         if self.replicas is None:
-            return
-        for cache, device in zip(self.replicas.caches, self._chosen.devices, strict=True):
-            chain: list[Any] = [MeteredTier(cache, TierMeter(self._metrics, cache.info.name))]
-            if caches:
-                on_host = TierChain(caches)
-                inner = PromotingTier(on_host, promote_to_gpu, "")
-                chain.append(bridge_to_device(inner, device, self._chosen.workspaces))
-                memory = fused_lookup_of(on_host)
-                self._host.append(HostCaches(memory, chain[1], promote_to_gpu, self._pool))
-            else:
-                self._host.append(HostCaches())
-            threads = self._settings.tiers.lookup_threads
-            store_bridge = bridge_to_device(PromotingTier(stores, promote, ""), device, threads)
-            self._bridged.append((TierChain(chain), store_bridge))
-            self._closed_last += [bridge.release for bridge in (*chain[1:], store_bridge)]
-
-    def lookups(
-        self, model: OpenedModel, workers: LookupPools, promote: Promote, meter: LookupMeter
-    ) -> list[DeviceLookup]:
-        """The model's lookups, one per device."""
-        if self.replicas is None:
-            return []
-        lookups = [
-            DeviceLookup(cache, host, model.lookup, caches, stores, workers, promote, meter)
-            for cache, host, (caches, stores) in zip(
-                self.replicas.caches, self._host, self._bridged, strict=True
-            )
-        ]
-        self._closed_last += [lookup.close for lookup in lookups]
-        return lookups
-
-    def paths(
-        self, model: OpenedModel, lookups: Sequence[DeviceLookup], meter: LookupMeter
-    ) -> Sequence[DevicePredictor]:
-        """Paths on which the model's predictions run without a vector leaving the device, one per device.
-
-        Empty where the network takes no vectors there."""
-        network, spec, name = model.dense, model.spec.dense, model.lookup.name
-        if self.replicas is None or spec is None or network is None:
-            return []
-        feeds = [
-            (feature, spec.embeddings.get(feature.name, feature.name))
-            for feature in model.lookup.features.values()
-        ]
-        if network.takes_device_arrays:
-            return [DeviceFeed(lookup, network, feeds) for lookup in lookups]
-        if not isinstance(network, OnnxModel):
-            return []
-        if not runs_on_gpu(network):
-            level = logging.INFO if self._settings.dense.provider == "cpu" else logging.WARNING
-            text = "model %s: its network runs on the CPU; predictions use the CPU cache"
-            log.log(level, text, name)
-            return []
-        sent = frozenset(tensor.name for tensor in spec.inputs)
-        observe = TierMeter(self._metrics, self.replicas.info.name)
-        # The scheduler has lanes of its own; one is left for requests that it cannot run.
-        paths, count = [], 1 if self._schedules() else self._settings.dense.lanes
-        for lookup, device in zip(lookups, self._chosen.devices, strict=True):
-            try:
-                lanes = DeviceLanes(network, lookup.cache.space, device, sent, count)
-            except ModelError as error:
-                self._report_lanes(name, error)
-                return []
-            self._closed_last.append(lanes.close)
-            paths.append(DevicePath(lookup, lanes, feeds, observe, meter))
-        return paths
-
-    def _report_lanes(self, model: str, error: ModelError) -> None:
-        """Log that ``model`` is predicted without lanes; raise ``error`` if the network must use them."""
-        if self._settings.dense.provider != "auto":
-            raise error
-        log.warning(
-            "model %s: a GPU has no memory for the network's lanes (%s); predictions copy their vectors "
-            "through the host. Lower dense.lanes or tiers.gpu.capacity_bytes",
-            model,
-            error,
-        )
-
-    def schedule(
-        self,
-        model: OpenedModel,
-        lookups: Sequence[DeviceLookup],
-        meter: LookupMeter,
-        pipeline: InferencePipeline,
-    ) -> None:
-        """Run the model's predictions in common batches, if its rows and network are on the GPUs."""
-        network = model.dense
-        if self.replicas is None or model.spec.dense is None:
-            return
-        if (why := self._unscheduled_because(model)) is not None:
-            if self._settings.server.workers:
-                log.warning(
-                    "model %s: workers cannot use the GPU cache: %s; each predicts from the CPU cache",
-                    model.lookup.name,
-                    why,
-                )
-            return
-        assert isinstance(network, OnnxModel)
-        if self.scheduler is None:
-            self.scheduler = NodeScheduler(self._settings, self._metrics, self._resources)
-        places = list(zip(lookups, self._chosen.devices, strict=True))
+            return ""
+        kept = {t: n for t, n in table_rows(others).items() if t in self._held}
         try:
-            self.scheduler.add(model, network, places, meter, pipeline)
-        except ModelError as error:
-            self._report_lanes(model.lookup.name, error)
+            free = {device: free_bytes_on(device) for device in self._chosen.devices}
+            new = {t: n for t, n in table_rows([model]).items() if t not in self._held}
+            rows = new, kept
+            plan, warning = plan_added_tables(self._settings, rows, self._held, min(free.values()))
+            check_memory(plan, free, free_host_bytes())
+            self._add_tables(plan)
+        except ConfigError as error:
+            if self._chosen.use == "required":
+                raise
+            return f"the version is served from the CPU cache: {error}"
+        self.replicas.add_by_version(by_version(plan))
+        self._note(plan)
+        return warning
 
-    def _unscheduled_because(self, model: OpenedModel) -> str | None:
-        """Return why the scheduler cannot run the model; None if it can."""
+    def _add_tables(self, plan: Plan) -> None:
+        """Add tables to all caches, or to none. Nothing uses them yet."""
         assert self.replicas is not None
-        for table in model.tables.values():
-            if not self.replicas.capacity(table):
-                return f"table {table.name} has no rows there (gpu_rows, gpu_share, tiers.gpu)"
-        if not isinstance(model.dense, OnnxModel):
-            return "Triton runs its network (dense.triton)"
-        if not runs_on_gpu(model.dense):
-            return "its network runs on the CPU"
-        return None if self._schedules() else "dense.scheduler is off, or the compiled core missing"
+        try:
+            for cache in self.replicas.caches:
+                self._fill_cache(cache, plan)
+        except BaseException:
+            for table in plan:
+                self.replicas.drop_table(table)
+            raise
 
-    def _schedules(self) -> bool:
-        return self._settings.dense.scheduler and native.COMPILED
+    def drop_tables(self, tables: Collection[EmbeddingTable]) -> None:
+        """Free tables. For the thread that writes the caches, after nothing uses them."""
+        self._held = {
+            table: planned for table, planned in self._held.items() if table not in tables
+        }
+        self.static[:] = [table for table in self.static if table not in tables]
+        if self.replicas is not None:
+            for table in tables:
+                self.replicas.drop_table(table)
 
     # -- opening -----------------------------------------------------------------------------------
 
@@ -281,11 +182,7 @@ class NodeGpus:
         return False
 
     def _plan(self) -> Plan:
-        rows = {
-            table: model.version.tables[name].rows
-            for model in self._opened
-            for name, table in model.tables.items()
-        }
+        rows = table_rows(self._opened)
         free = {device: free_bytes_on(device) for device in self._chosen.devices}
         plan = plan_of_settings(self._settings, rows, min(free.values()))
         check_memory(plan, free, free_host_bytes())
@@ -303,6 +200,10 @@ class NodeGpus:
     def _cache(self, device: int, plan: Plan, opened: ExitStack) -> Any:
         cache = open_cache(device, self._chosen.workspaces, self._pool)
         opened.callback(cache.close)
+        self._fill_cache(cache, plan)
+        return cache
+
+    def _fill_cache(self, cache: Any, plan: Plan) -> None:
         for table, planned in plan.items():
             cache.add_table(
                 table,
@@ -314,7 +215,20 @@ class NodeGpus:
                 ticks=self._chosen.clock_ticks,
                 epoch_s=self._chosen.epoch_s,
             )
-        return cache
+
+
+def table_rows(models: Sequence[OpenedModel]) -> dict[EmbeddingTable, int]:
+    """The number of rows in the files of each of the models' tables."""
+    return {
+        table: model.version.tables[name].rows
+        for model in models
+        for name, table in model.tables.items()
+    }
+
+
+def by_version(plan: Plan) -> list[EmbeddingTable]:
+    """The tables whose rows are evicted by their versions."""
+    return [t for t, p in plan.items() if p.policy is EvictionPolicy.SCORE and not p.static]
 
 
 def open_cache(device: int, workspaces: int, threads: WorkerPool) -> Any:
@@ -322,17 +236,6 @@ def open_cache(device: int, workspaces: int, threads: WorkerPool) -> Any:
     from hps.tiers.gpu.cache import GpuCache
 
     return GpuCache({}, device=device, workspaces=workspaces, threads=threads)
-
-
-def bridge_to_device(inner: Tier, device: int, workspaces: int) -> Any:
-    """Bridge from parts on ``device`` to ``inner`` in host memory."""
-    from hps.tiers.gpu.host_bridge import HostBridge
-
-    return HostBridge(inner, device=device, workspaces=workspaces)
-
-
-def runs_on_gpu(network: OnnxModel) -> bool:
-    return not network.on_host
 
 
 def is_gpu_expected(chosen: GpuCacheSettings) -> bool:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 from hps.config.schema import ModelOverride, Settings, TableOverride
 from hps.cuda.layout import EvictionPolicy
-from hps.errors import ConfigError
-from hps.tiers.gpu.plan import GpuTableRequest, Plan, check_fits, check_pinned, plan_gpu
+from hps.errors import ConfigError, GpuUnavailable
+from hps.tiers.gpu.plan import (
+    LEFT_FREE,
+    GpuTableRequest,
+    Plan,
+    check_fits,
+    check_pinned,
+    device_bytes,
+    host_bytes_of,
+    plan_gpu,
+)
 from hps.types import EmbeddingTable
 
+_LEAST = 0.5
+"""A version that is loaded later uses the GPUs if it gets this share of what a start would give it."""
+TableRows = Mapping[EmbeddingTable, int]
+"""The number of rows in the files of each table."""
 _POLICIES = {"lru": EvictionPolicy.LRU, "lfu": EvictionPolicy.LFU, "version": EvictionPolicy.SCORE}
 
 
@@ -29,6 +43,53 @@ def plan_of_settings(
     )
     _check_static_tables(settings, plan)
     return plan
+
+
+def plan_added_tables(
+    settings: Settings, rows: tuple[TableRows, TableRows], held: Plan, free_bytes: int
+) -> tuple[Plan, str]:
+    """Plan tables beside the ``held`` ones; ``rows``: those of the new tables, and of held ones that stay.
+
+    They get what a start would give them beside those that stay, at most the memory that is left. Also
+    returns a warning if that is less, else "". Raises GpuUnavailable if it is less than half."""
+    chosen, (new, kept) = settings.tiers.gpu, rows
+    try:
+        whole = plan_of_settings(settings, {**kept, **new}, free_bytes)
+    except ConfigError as error:
+        raise GpuUnavailable(
+            f"the version's tables do not fit beside the others: {error}"
+        ) from error
+    wanted = {table: whole[table] for table in new}
+    left, within = int((1 - LEFT_FREE) * free_bytes), -1
+    if chosen.share is None:
+        within = max(
+            0, chosen.capacity_bytes - device_bytes({table: held[table] for table in kept})
+        )
+        left = min(left, within)
+    if device_bytes(wanted) <= left:
+        return wanted, ""
+    requests = {table: _table_request(settings, table, n) for table, n in new.items()}
+    host_bytes = max(0, chosen.host_bytes - host_bytes_of(held))
+    plan: Plan = {}
+    with suppress(ConfigError):  # tables with sizes of their own do not fit
+        plan = plan_gpu(requests, capacity_bytes=left, host_bytes=host_bytes, free_bytes=free_bytes)
+    share = device_bytes(plan) / device_bytes(wanted)
+    if share >= _LEAST:
+        return plan, (
+            f"the GPU caches have memory for {100 * share:.0f} % of what a start would give the version: "
+            "others hold the rest; the next start divides it again"
+        )
+    remedy = (
+        "raise tiers.gpu.capacity_bytes, or start the node again, which divides it among all versions"
+        if left == within
+        else "lower tiers.gpu.capacity_bytes so that two versions fit the GPU, and models.rollback_s to free "
+        "the former one sooner"
+    )
+    raise GpuUnavailable(
+        f"the GPU caches have {left:,} bytes left for this version, and a start would give it "
+        f"{device_bytes(wanted):,}: other versions hold {device_bytes(held):,}. Unload one of them, or "
+        + remedy
+    )
 
 
 def check_memory(plan: Plan, free_bytes: Mapping[int, int], free_host_bytes: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,10 @@ class NodeScheduler:
 
     ``resources`` closes it."""
 
-    def __init__(self, settings: Settings, metrics: Metrics, resources: ExitStack) -> None:
+    def __init__(
+        self, settings: Settings, caches: Sequence[Any], metrics: Metrics, resources: ExitStack
+    ) -> None:
+        """``caches``: those of all GPUs."""
         self._settings = settings
         self._metrics = metrics
         self._resources = resources
@@ -65,8 +69,9 @@ class NodeScheduler:
         self._client = self._host.connect()
         resources.callback(self._client.close)
         self._listener: ChannelListener | None = None
-        self._models: dict[str, Any] = {}
-        self._caches: set[int] = set()
+        self._models: dict[str, _Scheduled] = {}
+        for cache in caches:
+            self._watch(cache)
         for metric, (count, unit) in _METRICS.items():
             metrics.gauges(metric, partial(self._values, count, unit))
 
@@ -76,9 +81,11 @@ class NodeScheduler:
         network: OnnxModel,
         lookups: Sequence[tuple[DeviceLookup, int]],
         meter: LookupMeter,
-        pipeline: InferencePipeline,
-    ) -> None:
-        """Prepare the lanes of ``model`` and let ``pipeline`` use them. ``lookups``: with their devices."""
+        alone: InferencePipeline,
+    ) -> ScheduledModel:
+        """Prepare the lanes of ``model``. ``lookups``: with their devices.
+
+        ``alone`` runs requests that cannot run in a batch. Raises ModelError."""
         spec = model.spec.dense
         assert spec is not None
         columns = columns_of(
@@ -86,29 +93,35 @@ class NodeScheduler:
         )
         tier = TierMeter(self._metrics, _GPU)
         limits = BatchLimits(BATCHES[-1], _SLOW_KEYS)
-        slow = _Alone(pipeline)
-        batched = BatchedPipeline(slow, model.lookup.features, limits)
+        batched = BatchedPipeline(_Alone(alone), model.lookup.features, limits)
         host = lookups[0][0].host
         memory = tier if host.memory is None else TierMeter(self._metrics, host.memory.info.name)
         reporter = FillReporter(columns, host, meter, (tier, memory))
         number = self._host.add_model(columns, batched.submit, reporter)
+        added = _Scheduled(number, describe_network(network))
         self._host.gather_with(0 if host.pool is None else host.pool.threads)
         try:
             for lookup, device in lookups:
-                self._watch(lookup.cache)
                 tables = LaneTables(lookup.cache, lookup.host)
                 for _ in range(self._settings.dense.lanes):
-                    self._add_lane(number, model, network, columns, (device, tables))
+                    self._add_lane(added, model, network, columns, (device, tables))
         except BaseException:
-            self._host.remove_model(number)  # gives the memory of its lanes back
+            self._close(added)
             raise
-        largest = BATCHES[-1]
-        meters = meter, tier
-        pipeline.schedule(
-            ScheduledModel(self._client, number, columns, meters, remote=False, largest=largest)
+        self._models[_key(model.version.name, model.version.version)] = added
+        return ScheduledModel(
+            self._client, number, columns, (meter, tier), remote=False, largest=BATCHES[-1]
         )
-        key = f"{model.version.name}/{model.version.version}"
-        self._models[key] = {"number": number, "network": describe_network(network)}
+
+    def remove(self, name: str, version: int) -> None:
+        """Remove a version once its batches have ended, and free its lanes. Ignores unknown ones."""
+        if (removed := self._models.pop(_key(name, version), None)) is not None:
+            self._close(removed)
+
+    def _close(self, scheduled: _Scheduled) -> None:
+        self._host.remove_model(scheduled.number)
+        for lane in scheduled.lanes:
+            lane.close()
 
     def complete_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """See `SchedulerClient.complete_on`."""
@@ -123,26 +136,30 @@ class NodeScheduler:
         """Describe the scheduled models to a process that attaches; None before `listen`."""
         if self._listener is None:
             return None
-        return {"path": str(self._listener.path), "models": self._models}
+        models = {
+            key: {"number": each.number, "network": each.network}
+            for key, each in list(self._models.items())
+        }
+        return {"path": str(self._listener.path), "models": models}
 
     def status(self) -> dict[str, dict[str, float]]:
         """Return the counts of each model's version, ready for JSON."""
         return {
             key: {count: unit * counts[source] for count, (source, unit) in _STATUS.items()}
             for key, model in list(self._models.items())
-            if (counts := self._host.counts(model["number"]))
+            if (counts := self._host.counts(model.number))
         }
 
     def _values(self, count: str, unit: float) -> Iterator[tuple[tuple[str, ...], float]]:
         """Yield ``count`` of each version in ``unit``, with its labels."""
         for key, model in list(self._models.items()):
             name, _, version = key.rpartition("/")
-            if counts := self._host.counts(model["number"]):
+            if counts := self._host.counts(model.number):
                 yield (name, version), unit * counts[count]
 
     def _add_lane(
         self,
-        number: int,
+        added: _Scheduled,
         model: OpenedModel,
         network: OnnxModel,
         columns: ModelColumns,
@@ -153,22 +170,33 @@ class NodeScheduler:
         assert spec is not None
         space = tables.cache.space
         lane = NetworkLane(network, space, device, frozenset(t.name for t in spec.inputs))
+        added.lanes.append(lane)
         feeds = [(f, spec.embeddings.get(f.name, f.name)) for f in columns.features]
         programs = LanePrograms(lane, columns, feeds, tables)
         with space.device:
-            self._host.add_lane(number, programs)
+            self._host.add_lane(added.number, programs)
 
     def _watch(self, cache: Any) -> None:
         """Let writes of ``cache`` wait for the lanes, and publish epochs that end by time to them."""
-        if id(cache) in self._caches:
-            return
-        self._caches.add(id(cache))
         cache.add_readers(self._host.hold_back)
         epoch_s = self._settings.tiers.gpu.epoch_s
         if epoch_s is not None:
             thread = PeriodicThread(cache.publish_now, epoch_s / 4, "hps-gpu-epochs")
             thread.start()
             self._resources.callback(thread.close)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheduled:
+    """A version in the scheduler: its number, the description of its network, and its lanes."""
+
+    number: int
+    network: dict[str, Any]
+    lanes: list[NetworkLane] = field(default_factory=list)
+
+
+def _key(name: str, version: int) -> str:
+    return f"{name}/{version}"
 
 
 class _Alone:

@@ -41,7 +41,6 @@ class ModelControl:
 
     def __init__(self, parts: NodeParts, node: Node, switcher: VersionSwitcher) -> None:
         self._settings = settings = parts.settings
-        self._devices = parts.devices
         self._node = node
         self._switcher = switcher
         models, cancel = settings.models, CancelOn(switcher.closed)
@@ -322,9 +321,7 @@ class ModelControl:
 
     def _require_possible(self, name: str) -> None:
         reason = ""
-        if self._devices.replicas is not None:
-            reason = "a node with GPU caches (tiers.gpu.use) serves the models it was started with"
-        elif several := single_version_reason(self._settings):
+        if several := single_version_reason(self._settings):
             reason = several
         elif name in self._legacy:
             reason = f"'{name}' is a model of a ps.json, which has no versions"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from hps.cgroups import available_cores
 from hps.config import Settings
@@ -12,7 +13,8 @@ from hps.config.dense_settings import DenseSettings
 from hps.dense.fallback import FallbackModel
 from hps.lookup.base import Lookup
 from hps.lookup.engine import LookupEngine, Promote
-from hps.node.gpu_caches import NodeGpus
+from hps.lookup.gpu.device_lookup import DeviceLookup
+from hps.node.gpu_models import GpuModels
 from hps.node.model_opening import OpenedModel
 from hps.node.served_versions import ServedModel
 from hps.observability import metric_names as m
@@ -44,21 +46,41 @@ class ServingContext:
         self,
         model: OpenedModel,
         metrics: Metrics,
-        devices: NodeGpus,
+        gpus: GpuModels,
         freshness: Freshness,
     ) -> ServedModel:
         """Make ``model`` ready to serve."""
         name, version = model.version.name, model.version.version
         metrics.retain(name, version)
         lookups = LookupMeter(metrics, name, version)
-        engine = LookupEngine(
-            model.lookup, self.caches, self.stores, self.lookups, self.promote, lookups
+        new_engine = partial(
+            LookupEngine,
+            model.lookup,
+            self.caches,
+            self.stores,
+            self.lookups,
+            self.promote,
+            lookups,
         )
-        device_lookups = devices.lookups(model, self.lookups, self.promote, lookups)
-        paths = devices.paths(model, device_lookups, lookups)
-        pipeline = make_pipeline(model, engine, self.runs, metrics, paths)
+        device_lookups = gpus.lookups(model, self.lookups, self.promote, lookups)
+
+        def pipeline_of(
+            engine: LookupEngine, on_devices: Sequence[DeviceLookup]
+        ) -> InferencePipeline | None:
+            paths = gpus.paths(model, on_devices, lookups)
+            return make_pipeline(model, engine, self.runs, metrics, paths)
+
+        def alone() -> InferencePipeline:
+            """Another pipeline, so that the last request on the other one can be seen."""
+            on_devices = gpus.lookups(model, self.lookups, self.promote, lookups)
+            pipeline = pipeline_of(new_engine(), on_devices)
+            assert pipeline is not None
+            return pipeline
+
+        engine = new_engine()
+        pipeline = pipeline_of(engine, device_lookups)
         if pipeline is not None:
-            devices.schedule(model, device_lookups, lookups, pipeline)
+            gpus.schedule(model, device_lookups, lookups, (pipeline, alone))
         return ServedModel(
             name,
             version,

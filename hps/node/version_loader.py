@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -71,7 +71,7 @@ class VersionLoader:
         self,
         found: ModelVersion,
         current: OpenedModel | None,
-        kept: Collection[OpenedModel],
+        kept: Sequence[OpenedModel],
         undo: ExitStack,
         progress: Progress | None = None,
     ) -> LoadedModel:
@@ -85,10 +85,9 @@ class VersionLoader:
         parts.stores.add(model, progress)
         self.require_open()
         undo.callback(parts.caches.drop, model)
-        others = [table for each in kept for table in each.tables.values()]
-        warning = parts.caches.add(model, current, others, progress)
+        warning = parts.caches.add(model, current, kept, progress)
         freshness = freshness_of(self._settings, found.name, node.metrics)
-        served = parts.serving.serve(model, node.metrics, parts.devices, freshness)
+        served = parts.serving.serve(model, node.metrics, parts.devices.models, freshness)
         undo.callback(node.metrics.release, found.name, found.version)
         return LoadedModel(model, served, own, warning)
 

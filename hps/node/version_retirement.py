@@ -28,20 +28,23 @@ _DROP_AGAIN_S = 30.0
 
 
 class LastRequest:
-    """Detects the end of the last request on a version: nothing refers to its ``lookup`` any more."""
+    """Detects the end of the last request on a version: nothing refers to its ``lookups`` any more."""
 
     _collect_at: ClassVar[float] = 0.0
 
-    def __init__(self, lookup: Lookup) -> None:
-        self._lookup = weakref.ref(lookup)
+    def __init__(self, *lookups: Lookup) -> None:
+        self._lookups = [weakref.ref(lookup) for lookup in lookups]
         LastRequest._collect_at = time.monotonic() + _COLLECT_EVERY_S
 
     def has_finished(self) -> bool:
         """Poll. Collects garbage at times: cycles may hold the last reference to a finished request."""
-        if self._lookup() is not None and time.monotonic() > LastRequest._collect_at:
+        if self._is_used() and time.monotonic() > LastRequest._collect_at:
             gc.collect()
             LastRequest._collect_at = time.monotonic() + _COLLECT_EVERY_S
-        return self._lookup() is None
+        return not self._is_used()
+
+    def _is_used(self) -> bool:
+        return any(lookup() is not None for lookup in self._lookups)
 
 
 @dataclass(eq=False, slots=True)

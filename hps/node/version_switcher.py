@@ -261,7 +261,10 @@ class VersionSwitcher:
             of, old = (served.name, served.version), self.opened_model(served)
             self._opened[:] = [each for each in self._opened if each is not old]
             is_used = partial(self._attached.uses, dropped[of])
-            last, resources = LastRequest(served.engine), self._resources.pop(of, None)
+            last, resources = (
+                LastRequest(served.engine, *served.on_devices),
+                self._resources.pop(of, None),
+            )
             self.retirement.retire(ReplacedVersion(old, resources, last, is_used))
         self._tables[:] = [table for each in self._opened for table in each.tables.values()]
 

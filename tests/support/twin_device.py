@@ -15,6 +15,7 @@ from hps.cuda.pool import RowBags
 from hps.lookup.pooling import pool
 from hps.native import dedup
 from hps.node import gpu_caches as devices
+from hps.node import gpu_models as models
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.gpu import memory as gpu_memory
 from hps.tiers.gpu.device_space import DeviceParts
@@ -192,8 +193,12 @@ class Cache(MemoryTier):
     def add_table(self, table: Any, rows: int, **how: Any) -> None:
         self.places[table] = {"rows": rows, **how}
 
+    def drop_table(self, table: Any) -> None:
+        self.places.pop(table, None)
+        self._tables.pop(table, None)
+
     def capacity(self, table: Any) -> int:
-        return int(self.places[table]["rows"])
+        return int(self.places[table]["rows"]) if table in self.places else 0
 
     def sealed(self, table: Any) -> bool:
         return table in self._sealed
@@ -471,7 +476,8 @@ def install(monkeypatch: Any, count: int = 1, free: int = 1 << 34) -> list[Cache
     monkeypatch.setattr(
         gpu_memory, "read_memory", lambda device: GpuMemoryUsage(device, f"GPU-{device}", 1, free)
     )
-    monkeypatch.setattr(devices, "bridge_to_device", Bridge)
-    monkeypatch.setattr(devices, "release_unused", lambda devices: None)
-    monkeypatch.setattr(devices, "runs_on_gpu", lambda network: True)
+    monkeypatch.setattr(models, "bridge_to_device", Bridge)
+    for module in (devices, models):
+        monkeypatch.setattr(module, "release_unused", lambda devices: None)
+    monkeypatch.setattr(models, "runs_on_gpu", lambda network: True)
     return caches

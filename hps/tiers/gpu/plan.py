@@ -20,7 +20,7 @@ from hps.types import EmbeddingTable
 
 _STEPS = 40  # bisection steps: find a share to 12 digits
 _PACKED = 1.0
-_LEFT_FREE = 0.1
+LEFT_FREE = 0.1
 """The share of the free memory that slots beyond those of packed tables must leave to others."""
 
 
@@ -80,7 +80,7 @@ def plan_gpu(
     Raises ConfigError if ``share`` is not set and the tables with their own capacities alone exceed
     ``capacity_bytes``."""
     limit = math.inf if share is not None else capacity_bytes
-    free = math.inf if free_bytes is None else (1 - _LEFT_FREE) * free_bytes
+    free = math.inf if free_bytes is None else (1 - LEFT_FREE) * free_bytes
 
     def planned(part: float, load: float) -> Plan:
         return _plan_at(requests, part, host_bytes, load)

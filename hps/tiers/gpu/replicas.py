@@ -28,6 +28,16 @@ class GpuReplicas:
         self._by_version = frozenset(by_version)
         self._turn = count()
 
+    def add_by_version(self, tables: Collection[EmbeddingTable]) -> None:
+        """Score the rows of these tables by their versions, too."""
+        self._by_version |= frozenset(tables)
+
+    def drop_table(self, table: EmbeddingTable) -> None:
+        """Remove a table from all caches. For the thread that writes them."""
+        self._by_version -= {table}
+        for cache in self.caches:
+            cache.drop_table(table)
+
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         cache = self.caches[next(self._turn) % len(self.caches)]
         parts = [part for part in parts if len(part.missing) and cache.capacity(part.table)]

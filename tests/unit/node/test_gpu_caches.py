@@ -26,7 +26,7 @@ from hps.errors import (
 )
 from hps.models.version_writer import write_version
 from hps.native import COMPILED
-from hps.node import gpu_caches
+from hps.node import gpu_caches, gpu_models
 from hps.node.gpu_caches import device_count
 from hps.observability.metric_names import FEATURE_KEYS, GPU_MEMORY_TOTAL, LOOKUP_KEYS
 from hps.observability.profile import Profile
@@ -125,7 +125,7 @@ def table_of(node, name):
 
 def require_network_on_gpu(node):
     """Skip the test if the network of ``node``, which has a real GPU or its twin, runs on the CPU."""
-    if not gpu_caches.runs_on_gpu(node.model("m").pipeline.dense):
+    if not gpu_models.runs_on_gpu(node.model("m").pipeline.dense):
         pytest.skip(
             "the network runs on the CPU: onnxruntime-gpu or its CUDA libraries are missing"
         )
@@ -827,7 +827,7 @@ def test_closed_node_gives_all_device_memory_back(open_node, monkeypatch):
         assert all(cache.closed for cache in caches)
         released.extend(devices)
 
-    monkeypatch.setattr(gpu_caches, "bridge_to_device", Bridge)
+    monkeypatch.setattr(gpu_models, "bridge_to_device", Bridge)
     monkeypatch.setattr(gpu_caches, "release_unused", release)
     monkeypatch.setattr("hps.dense.lanes.NetworkLane", Lane)
     node, _ = open_node(gpus=2, gpu={"devices": [0, 1], "share": 0.5})
@@ -917,9 +917,9 @@ def test_network_on_the_cpu_beside_a_gpu_cache_is_a_warning_unless_configured(
     open_node, caplog, monkeypatch, provider
 ):
     caches = twin_device.install(monkeypatch)
-    monkeypatch.setattr(gpu_caches, "runs_on_gpu", lambda network: False)
+    monkeypatch.setattr(gpu_models, "runs_on_gpu", lambda network: False)
     monkeypatch.setattr(twin_device, "install", lambda *_: caches)
-    caplog.set_level(logging.INFO, "hps.node.gpu_caches")
+    caplog.set_level(logging.INFO, "hps.node.gpu_models")
     open_node(dense={"provider": provider})
     (line,) = [each for each in caplog.records if "its network runs on the CPU" in each.message]
     assert line.levelno == (logging.INFO if provider == "cpu" else logging.WARNING)
@@ -1045,7 +1045,7 @@ def test_status_shows_the_gpu_cache(open_node):
 
 def test_cpu_network_gets_vectors_from_the_cpu_cache(open_node, monkeypatch):
     caches = twin_device.install(monkeypatch)
-    monkeypatch.setattr("hps.node.gpu_caches.runs_on_gpu", lambda network: not network.on_host)
+    monkeypatch.setattr("hps.node.gpu_models.runs_on_gpu", lambda network: not network.on_host)
     monkeypatch.setattr(twin_device, "install", lambda *_: caches)
     node, (cache,) = open_node()
     plain, _ = open_node(gpus=None, gpu={"use": "off"})
