@@ -80,6 +80,13 @@ class EmbeddingTable:
     def row_bytes(self) -> int:
         return self.dim * self.dtype.itemsize
 
+    def is_like(self, other: EmbeddingTable) -> bool:
+        """True if ``other`` has the same name and properties."""
+        mine = self.id, self.dim, self.dtype, self.miss, self.tombstone_ttl_s, self.key_bits
+        return mine == (
+            other.id, other.dim, other.dtype, other.miss, other.tombstone_ttl_s, other.key_bits,
+        ) and np.array_equal(self.default, other.default, equal_nan=True)  # fmt: skip
+
     def narrow(self, keys: KeyArray) -> KeyArray:
         """Reduce ``keys (n,) int64`` to the table's key bits: all 64, or the low 32."""
         return keys if self.key_bits == 64 else keys & np.int64(0xFFFF_FFFF)

@@ -79,6 +79,8 @@ class ImportOptions(ReportOptions):
     """The network: an .onnx file."""
     metadata: list[str] | None = option(None, metavar="KEY=VALUE")
     """An entry to store in the version's manifest. Repeatable."""
+    base: str = option("latest", metavar="VERSION")
+    """Version whose unchanged tables the new one shares: a number, latest or none."""
     allow_nan: bool = option(False)
     """Import NaN and infinite values unchanged instead of rejecting them."""
     replace: bool = option(False)
@@ -160,7 +162,7 @@ class _ImportedVersion(NamedTuple):
 
 def _import(plan: ImportPlan, options: ImportOptions) -> _ImportedVersion:
     """Write one version. Raises ConfigError, ModelError."""
-    from hps.cli.model_options import check_wiring, pairs
+    from hps.cli.model_options import base_version, check_wiring, pairs
     from hps.cli.progress import ConsoleProgress
     from hps.models.importers import ImportSettings, import_model
 
@@ -178,6 +180,7 @@ def _import(plan: ImportPlan, options: ImportOptions) -> _ImportedVersion:
             allow_nan=options.allow_nan,
             replace=options.replace,
             replace_spec=options.replace_spec,
+            base=base_version(options.base),
         ),
         spec=spec,
         progress=ConsoleProgress(),
@@ -204,8 +207,9 @@ def _spec(plan: ImportPlan, model: str, options: ImportOptions) -> ModelSpec:
 
 def _check_options(options: ImportOptions) -> None:
     """Check, before anything is read, that the options parse and are consistent."""
-    from hps.cli.model_options import defaults, features, pairs
+    from hps.cli.model_options import base_version, defaults, features, pairs
 
+    base_version(options.base)
     is_described = bool(features(options.feature) or defaults(options.default))
     pairs("--metadata", options.metadata, "KEY=VALUE")
     if options.spec is not None and is_described:

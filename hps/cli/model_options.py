@@ -15,6 +15,7 @@ from hps.config.config_errors import validate
 from hps.config.model_schema import Datatype, DenseSpec, FeatureSpec, TensorSpec
 from hps.errors import ConfigError, ModelError
 from hps.models.importers import ImportPlan, TableChoice
+from hps.models.table_sharing import Base
 
 FEATURE_FORM = "NAME=TABLE[,TABLE...][+OFFSET][:OPTION...]"
 FEATURE_OPTIONS = "sum, mean, none, context, hotness=N or max_hotness=N"
@@ -130,6 +131,17 @@ def dense_spec(plan: ImportPlan, given: Sequence[FeatureSpec], path: Path) -> De
 def _tensor(name: str, datatype: str, shape: Sequence[int]) -> TensorSpec:
     known: Datatype = datatype  # type: ignore[assignment] # TensorSpec checks it
     return TensorSpec(name=name, datatype=known, shape=list(shape))
+
+
+def base_version(text: str) -> Base:
+    """Parse --base. Raises ConfigError."""
+    if text == "latest":
+        return "latest"
+    if text == "none":
+        return "none"
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--base {text}: expected a version number, latest or none")
+    return int(text)
 
 
 def check_wiring(spec: ModelSpec, dense: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""``hps model publish`` and ``index``: versions for remote repositories."""
+"""``hps model publish`` and ``index``: versions with another network, and for remote repositories."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ PUBLISH_EXAMPLES = """\b
 Examples:
   hps model publish ctr --to s3://bucket/models          # the highest version
   hps model publish ctr --version 3 -r /srv/models --to gs://bucket/models
+  hps model publish ctr --dense new.onnx       # next version, same tables
 """
 INDEX_EXAMPLES = """\b
 Examples:
@@ -30,12 +31,18 @@ Examples:
 class PublishModelOptions(ReportOptions):
     name: str = argument()
     """The model."""
-    to: RepositoryLocation = repository_option(..., "--to")
+    to: RepositoryLocation | None = repository_option(None, "--to")
     """The remote repository to publish to, for example s3://bucket/models."""
+    dense: Path | None = option(None, metavar="FILE")
+    """Make a version with this network and the tables of the base first."""
+    base: str = option("latest", metavar="VERSION")
+    """The version whose tables it shares: a number or latest."""
     repository: Path = option(DEFAULT_REPOSITORY, "--repository", "-r", metavar="DIR")
     """The model repository that has the version."""
     version: int | None = option(None, "--version", "-v", min=1)
-    """The version; default: the highest."""
+    """The version; default: the highest, with --dense the next one."""
+    metadata: list[str] | None = option(None, metavar="KEY=VALUE")
+    """An entry for the manifest of a version made here. Repeatable."""
     parallel: int = option(8, min=1, max=128)
     """Files to upload at a time."""
     replace_spec: bool = option(False)
@@ -43,17 +50,45 @@ class PublishModelOptions(ReportOptions):
 
 
 def publish(options: PublishModelOptions) -> None:
-    """Upload a version to a remote repository, all or nothing."""
+    """Publish a new network for a version's tables, or upload a version."""
     from hps.models.repository import Repository
 
-    opened = Repository(options.repository).open(options.name, options.version)
-    uri = publish_to(
-        _remote(options.to), opened, parallel=options.parallel, replace_spec=options.replace_spec
-    )
+    if options.to is None and options.dense is None:
+        raise ConfigError(
+            "nothing to publish: name a remote repository (--to s3://bucket/models), or a network "
+            "(--dense FILE.onnx) for a new version in the local one"
+        )
+    remote = None if options.to is None else _remote(options.to)
+    version = options.version if options.dense is None else _write_dense(options, options.dense)
+    opened = Repository(options.repository).open(options.name, version)
+    uri = str(opened.folder)
+    if remote is not None:
+        uri = publish_to(
+            remote, opened, parallel=options.parallel, replace_spec=options.replace_spec
+        )
     options.report(
         {"model": opened.name, "version": opened.version, "uri": uri},
         lambda _report: print_line(f"Published {opened.key} to {uri}"),
     )
+
+
+def _write_dense(options: PublishModelOptions, dense: Path) -> int:
+    """Write a version with another network; returns its number. Raises ModelError, ConfigError."""
+    from hps.cli.model_options import base_version, check_wiring, pairs
+    from hps.models.derived_version import write_dense_version
+    from hps.models.repository import Repository
+
+    spec = Repository(options.repository).spec(options.name)
+    check_wiring(spec, dense)
+    folder = write_dense_version(
+        options.repository,
+        options.name,
+        dense,
+        base=base_version(options.base),
+        version=options.version,
+        metadata=pairs("--metadata", options.metadata, "KEY=VALUE"),
+    )
+    return int(folder.name)
 
 
 def publish_to(

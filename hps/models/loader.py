@@ -240,9 +240,10 @@ def _merge(
 
 
 def row_version(version: ModelVersion, files: TableFiles) -> int:
-    """Return the version of imported rows: the manifest's time, else the files'."""
+    """Return the version of imported rows: the time of the table's origin, else the files'."""
     if version.manifest is not None:
-        return make_version(version.manifest.created_unix_ms)
+        created = version.manifest.origin(files.name).created
+        return make_version(int(created.timestamp() * 1000))
     return make_version(max(stamp.mtime_ns for stamp in files.stamps) // 1_000_000)
 
 

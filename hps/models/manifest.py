@@ -13,7 +13,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    ValidationError,
+    model_serializer,
+)
 
 from hps.config.model_schema import Name
 from hps.errors import ModelError
@@ -37,14 +45,37 @@ class FileEntry(_ManifestModel):
     checksum: Checksum
 
 
+Offsets = dict[str, dict[str, int]]
+"""Offsets of update streams by topic and partition."""
+
+
+class TableOrigin(_ManifestModel):
+    """The version that introduced a table, when it did, and the stream offsets that its rows contain."""
+
+    version: int = Field(ge=1)
+    created: datetime
+    watermark: Offsets = {}
+
+
 class TableEntry(_ManifestModel):
-    """Rows, dim and files of a table."""
+    """Rows, dim and files of a table. ``origin``: of a table that the version shares with another one."""
 
     rows: int = Field(ge=0)
     dim: int = Field(ge=1)
     dtype: Literal["float32"] = "float32"
     key: FileEntry
     emb_vector: FileEntry
+    origin: TableOrigin | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is unused, so that older releases read versions without it."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "origin" or value}
+
+    @property
+    def checksums(self) -> tuple[str, str]:
+        return self.key.checksum, self.emb_vector.checksum
 
 
 class Manifest(_ManifestModel):
@@ -56,7 +87,7 @@ class Manifest(_ManifestModel):
     created: datetime
     tables: dict[Name, TableEntry]
     dense: FileEntry | None = None
-    watermark: dict[str, dict[str, int]] = {}
+    watermark: Offsets = {}
     """Offsets of update streams by topic and partition: the first that the tables do not contain."""
     metadata: dict[str, Any] = {}
     """Free-form data of the training: framework, metrics, dates."""
@@ -70,9 +101,16 @@ class Manifest(_ManifestModel):
         }
         return files | ({} if self.dense is None else {DENSE_FILE: self.dense})
 
-    @property
-    def created_unix_ms(self) -> int:
-        return int(self.created.timestamp() * 1000)
+    def origin(self, table: str) -> TableOrigin:
+        """The version that introduced a table: this one, unless its entry names another."""
+        entry = self.tables.get(table)
+        if entry is not None and entry.origin is not None:
+            return entry.origin
+        return TableOrigin(version=self.version, created=self.created, watermark=self.watermark)
+
+    def table_versions(self) -> set[int]:
+        """The versions that introduced the tables."""
+        return {self.origin(table).version for table in self.tables}
 
 
 def manifest_time() -> datetime:
@@ -102,10 +140,9 @@ def read_manifest(path: Path) -> Manifest:
         raise ModelError(
             f"{path}: {where}: {first['msg']}, found {str(first.get('input'))[:80]!r}"
         ) from error
-    if manifest.created.tzinfo is None:
-        raise ModelError(
-            f"{path}: created: expected a time with its offset, found {manifest.created}"
-        )
+    for created in (manifest.created, *(manifest.origin(t).created for t in manifest.tables)):
+        if created.tzinfo is None:
+            raise ModelError(f"{path}: created: expected a time with its offset, found {created}")
     return manifest
 
 

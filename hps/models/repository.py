@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,18 +95,31 @@ class ModelVersion:
         if self.dense_stamp is not None:
             yield self.dense_stamp, self.manifest.dense if self.manifest else None
 
-    def embedding_tables(self) -> dict[str, EmbeddingTable]:
+    def embedding_tables(self, reuse: Iterable[EmbeddingTable] = ()) -> dict[str, EmbeddingTable]:
         """Make the version's table objects.
 
-        Tables are compared by identity: call this once per served version."""
-        return {t.name: self._embedding_table(t) for t in self.spec.tables}
+        Tables are compared by identity: call this once per served version. A table has the version that
+        introduced it; one that is shared with another version is among ``reuse``, if that is served. Raises
+        ModelError if ``model.yaml`` has changed such a table."""
+        known = {table.id: table for table in reuse}
+        tables = {t.name: self._embedding_table(t) for t in self.spec.tables}
+        for name, table in tables.items():
+            served = known.get(table.id, table)
+            if not served.is_like(table):
+                raise ModelError(
+                    f"{self.folder.parent / SPEC_FILE} has changed table '{name}', which version "
+                    f"{self.version} shares with a served version; unload that version first, or publish "
+                    "the table again without sharing (--base none)"
+                )
+            tables[name] = served
+        return tables
 
     def _embedding_table(self, spec: TableSpec) -> EmbeddingTable:
         return EmbeddingTable.make(
             spec.name,
             spec.dim,
             model=self.name,
-            version=self.version,
+            version=self.manifest.origin(spec.name).version if self.manifest else self.version,
             dtype=np.dtype(spec.dtype),
             default=spec.default,
             miss=MissPolicy(spec.miss_policy.kind, spec.miss_policy.min_hit_rate),

@@ -33,6 +33,7 @@ from hps.models.staging import (
     publish_version,
     write_atomically,
 )
+from hps.models.table_sharing import Base, find_base, share_equal_tables
 from hps.models.tables import KEY_FILE, VECTOR_FILE, open_table
 from hps.types import as_keys
 
@@ -53,6 +54,7 @@ def write_version(
     replace: bool = False,
     replace_spec: bool = False,
     mapped: bool = False,
+    base: Base = "latest",
     progress: Callable[[int], None] = lambda _rows: None,
 ) -> Path:
     """Write one version and return its folder. Raises ModelError.
@@ -60,10 +62,12 @@ def write_version(
     ``tables``: per table of ``spec`` either ``(keys (n,), vectors (n, dim))`` or an iterable of such
     chunks, which is streamed. ``replace``: an existing version may be replaced. ``replace_spec``: a
     ``model.yaml`` with other contents may be replaced. ``mapped``: write each table's served form, too (see
-    `mapped_file`). ``progress`` gets the rows of each step."""
+    `mapped_file`). ``base``: the version with which unchanged tables are shared (see `table_sharing`).
+    ``progress`` gets the rows of each step."""
     model = Path(root) / spec.name
     _check_contents(spec, tables, dense)
     _check_version(model, spec, version, replace=replace, replace_spec=replace_spec)
+    shared = find_base(model, version, base)
     # A writer that is killed at its last step leaves a version without a ``model.yaml``.
     described = (model / SPEC_FILE).is_file()
     make_folder(model)
@@ -75,19 +79,29 @@ def write_version(
             version=version,
             created=manifest_time(),
             tables=_write_tables(folder, spec, tables, progress),
-            dense=None if dense is None else _write_dense(folder / DENSE_FILE, dense),
+            dense=None if dense is None else write_dense(folder / DENSE_FILE, dense),
             metadata=dict(metadata or {}),
             watermark={topic: dict(offsets) for topic, offsets in (watermark or {}).items()},
         )
+        if shared is not None:
+            names = _tables_as_before(model, spec)
+            manifest = share_equal_tables(folder, manifest, shared, names)
         if mapped:
             _write_mapped(folder, spec, manifest)
-        _finish(folder, manifest)
+        finish_version(folder, manifest)
         publish_version(folder, final, replace=replace or not described)
         write_spec(model, spec)
     return final
 
 
-def _finish(folder: Path, manifest: Manifest) -> None:
+def _tables_as_before(model: Path, spec: ModelSpec) -> list[str]:
+    """The tables that the folder's model.yaml, if it has one, describes in the same way."""
+    path = model / SPEC_FILE
+    before = load_model_spec(path).tables if path.is_file() else spec.tables
+    return [table.name for table in spec.tables if table in before]
+
+
+def finish_version(folder: Path, manifest: Manifest) -> None:
     """Sync the files to the disk, then write the manifest."""
     fsync_all(folder)
     write_manifest(folder / FILE_NAME, manifest)
@@ -159,6 +173,8 @@ def _write_table(
 
 def _write_mapped(folder: Path, spec: ModelSpec, manifest: Manifest) -> None:
     for table in spec.tables:
+        if (folder / TABLES_FOLDER / table.name / MAPPED_FILE).exists():
+            continue  # it is shared
         files = open_table(folder / TABLES_FOLDER / table.name, table.name, table.dim, manifest)
         options = MappedOptions(
             dtype=np.dtype(table.dtype), key_bits=32 if table.key_dtype == "uint32" else 64
@@ -191,7 +207,8 @@ def _checked(spec: TableSpec, keys: Any, vectors: Any) -> tuple[np.ndarray, np.n
     return k.astype("<i8", copy=False), np.ascontiguousarray(v, "<f4")
 
 
-def _write_dense(path: Path, dense: Path | bytes) -> FileEntry:
+def write_dense(path: Path, dense: Path | bytes) -> FileEntry:
+    """Write the network's file; returns its manifest entry. Raises ModelError."""
     with _ChecksummedFile(path) as out:
         if isinstance(dense, bytes):
             out.write(memoryview(dense))

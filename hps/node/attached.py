@@ -22,7 +22,7 @@ from hps.errors import ConfigError, ModelError, TierError, TierMisfit
 from hps.models.repository import ModelVersion
 from hps.native import WorkerPool
 from hps.node.gpu_models import GpuModels
-from hps.node.model_opening import open_model, open_versions
+from hps.node.model_opening import OpenedModel, open_model, open_versions, tables_of
 from hps.node.scheduler_client import NodeSchedulerClient
 from hps.node.serving_context import (
     ServingContext,
@@ -141,6 +141,7 @@ class _AttachBuilder:
         self._configuration, self._settings = configuration, configuration.settings
         self._path, self._description, self._resources = path, description, resources
         self._metrics = metrics = Metrics()
+        self._opened: list[OpenedModel] = []
         self._sync = VersionSync(NodeConnectionPool(path), self._open)
         resources.callback(self._sync.close)  # after the last lookup has finished
         dropped = metrics.counter(m.PROMOTIONS, Source.CPU.name.lower(), "dropped").add
@@ -187,7 +188,10 @@ class _AttachBuilder:
             self._require_same(version)
             scheduled = self._scheduler.find(name, number)
             network = None if scheduled is None else scheduled.network
-            model = open_model(version, self._settings, own, network)
+            others = [each for each in self._opened if each.version.version != number]
+            model = open_model(version, self._settings, own, network, tables_of(others))
+            self._opened.append(model)
+            own.callback(self._closed, model)
             tables = list(model.tables.values())
             connections = NodeConnectionPool(self._path, tables)
             self._node.add(connections)
@@ -199,9 +203,13 @@ class _AttachBuilder:
             served = self._serving.serve(model, self._metrics, self._devices, freshness)
             if scheduled is not None and served.pipeline is not None:
                 scheduled.use(model.lookup, served.spec, served.pipeline)
-            own.callback(self._metrics.release, name, number)
+            for each in model.table_versions:
+                own.callback(self._metrics.release, name, each)
             return OpenedVersion(served, own.pop_all().close)
         raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
+
+    def _closed(self, model: OpenedModel) -> None:
+        self._opened = [each for each in self._opened if each is not model]
 
     def _require_same(self, version: ModelVersion) -> None:
         """Raise ModelError when the version's files are not those that the node has loaded."""

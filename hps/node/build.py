@@ -17,7 +17,7 @@ from hps.errors import ConfigError
 from hps.node.caches import NodeCaches
 from hps.node.gpu_caches import NodeGpus
 from hps.node.model_control import ModelControl
-from hps.node.model_opening import OpenedModel, open_model, watermarks_of
+from hps.node.model_opening import OpenedModel, open_model, tables_of, watermarks_of
 from hps.node.node import Node
 from hps.node.repository_watch import RepositoryWatch
 from hps.node.served_versions import ServedModel, ServedModels
@@ -70,7 +70,9 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
     with ExitStack() as resources:
         file = ChoiceFile(settings)
         versions, choices = versions_at_start(configuration, file, progress)
-        opened = [open_model(version, settings, resources) for version in versions]
+        opened: list[OpenedModel] = []
+        for version in versions:
+            opened.append(open_model(version, settings, resources, reuse=tables_of(opened)))
         chosen = choices, file
         builder = _NodeBuilder(settings, opened, chosen, progress or NoProgress(), resources)
         node = builder.node((*configuration.warnings, *(w for v in versions for w in v.warnings)))
@@ -100,7 +102,7 @@ class _NodeBuilder:
         self._metrics = Metrics()
         self._stores = NodeStores(settings, opened, self._metrics, resources)
         self._devices = NodeGpus(settings, opened, self._metrics, resources)
-        self._tables = [table for model in opened for table in model.tables.values()]
+        self._tables = tables_of(opened)
         parts = self._stores, self._devices, self._metrics, resources
         self._caches = NodeCaches(settings, opened, *parts)
 
@@ -154,7 +156,7 @@ class _NodeBuilder:
             for each in self._opened
             if self._choices[each.version.name].current == each.version.version
         ]
-        tables = [table for model in current for table in model.tables.values()]
+        tables = tables_of(current)
         return UpdateStreams(tables, self._metrics, self._resources, watermarks_of(current))
 
     def _serving_context(self) -> ServingContext:
@@ -249,5 +251,5 @@ class _NodeBuilder:
         publish_tiers(
             metrics,
             node.tiers,
-            lambda: [table for model in node.models.versions for table in model.tables.values()],
+            lambda: dict.fromkeys(t for each in node.models.versions for t in each.tables.values()),
         )

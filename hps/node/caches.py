@@ -14,7 +14,7 @@ from hps.config.schema import ModelOverride, TableOverride
 from hps.lookup.engine import Promote
 from hps.models.tables import TableFiles
 from hps.node.gpu_caches import NodeGpus
-from hps.node.model_opening import OpenedModel
+from hps.node.model_opening import OpenedModel, tables_of
 from hps.node.stores import NodeStores
 from hps.node.tier_status import TierStatus
 from hps.observability.meters import count_promotion
@@ -66,7 +66,7 @@ class NodeCaches:
         self.statuses: list[TierStatus] = []
 
     def _tables(self) -> list[EmbeddingTable]:
-        return [table for model in self._opened for table in model.tables.values()]
+        return tables_of(self._opened)
 
     def open(self, on_gpu: TierStatus | None) -> CacheWriter:
         """Make the CPU cache, and the writer of it and of the GPU caches."""
@@ -142,19 +142,16 @@ class NodeCaches:
         warming = CacheWarmup(self._writer, progress)
         later: list[FillStep] = []
         first = _FIRST_BYTES
-        for model in self._opened:
-            for name, table in model.tables.items():
-                files = model.version.tables[name]
-                if table in self._devices.static and not self._fill_static(warming, table, files):
-                    continue
-                rows = min(
-                    files.rows, max((self._wanted(c, table) for c in self.statuses), default=0)
-                )
-                first -= rows * table.row_bytes
-                if first < 0 and self._stores.is_mapped(table):
-                    later += self._fill_later(table, rows)
-                    continue
-                self._fill_table(warming, table, files, rows)
+        files_of = {t: m.version.tables[t.name] for m in self._opened for t in m.tables.values()}
+        for table, files in files_of.items():
+            if table in self._devices.static and not self._fill_static(warming, table, files):
+                continue
+            rows = min(files.rows, max((self._wanted(c, table) for c in self.statuses), default=0))
+            first -= rows * table.row_bytes
+            if first < 0 and self._stores.is_mapped(table):
+                later += self._fill_later(table, rows)
+                continue
+            self._fill_table(warming, table, files, rows)
         if later:
             self._resources.callback(BackgroundWarmup(self._writer, later).close)
 
@@ -223,20 +220,22 @@ class NodeCaches:
     ) -> str:
         """Add a version's tables to the caches, next to those of the ``kept`` versions.
 
-        They are filled with the rows that are hot in the ``old`` version. Returns a warning or ""."""
-        others = [table for each in kept for table in each.tables.values()]
+        They are filled with the rows that are hot in the ``old`` version. Tables that it shares with another
+        version are there already. Returns a warning or ""."""
+        others = tables_of(kept)
         warnings = [self._add_to_cpu_cache(model, others), self._devices.add(model, kept)]
         warming = CacheWarmup(self._writer, progress)
-        for name, table in model.tables.items():
-            before = None if old is None else old.tables.get(name)
-            self._warm_added(warming, table, model.version.tables[name], before)
+        for table in self._stores.unshared_tables(model):
+            before = None if old is None else old.tables.get(table.name)
+            self._warm_added(warming, table, model.version.tables[table.name], before)
         return "; ".join(filter(None, warnings))
 
     def _add_to_cpu_cache(self, model: OpenedModel, other_tables: Sequence[EmbeddingTable]) -> str:
         cache = self._cpu_cache
         if cache is None:
             return ""
-        new = list(model.tables.values())
+        new = self._stores.unshared_tables(model)
+        other_tables = [*dict.fromkeys([*other_tables, *model.tables.values()]).keys() - set(new)]
         plan, warning = plan_rows_for_new_model(
             self._settings,
             {table: self._stores.rows(table) for table in (*other_tables, *new)},
@@ -277,13 +276,16 @@ class NodeCaches:
         return caches[0] if len(caches) == 1 else MergedRanking(caches)
 
     def drop(self, model: OpenedModel) -> None:
-        """Free a version's tables, and what was prepared on the GPUs for its requests."""
+        """Free a version's tables that no other one shares, and what was prepared on GPUs for its requests.
+
+        Call it before the version leaves the stores."""
+        tables = self._stores.unshared_tables(model)
         self._devices.models.retire(model)
         with suppress(CancelledError):  # the writer is closed; the caches are closed next
-            drop = partial(self._devices.drop_tables, [*model.tables.values()])
+            drop = partial(self._devices.drop_tables, tables)
             self._writer.run(drop).result()
         if self._cpu_cache is not None:
-            for table in model.tables.values():
+            for table in tables:
                 self._cpu_cache.drop_table(table)
 
 

@@ -17,7 +17,13 @@ from typing import Any
 from hps.config import Configuration, Settings
 from hps.config.update_settings import KafkaSettings
 from hps.errors import ConfigError
-from hps.node.model_opening import OpenedTables, open_versions, watermarks_of
+from hps.node.model_opening import (
+    OpenedTables,
+    open_tables,
+    open_versions,
+    tables_of,
+    watermarks_of,
+)
 from hps.node.stores import NodeStores
 from hps.node.streams import UpdateStreams
 from hps.node.tier_status import TierStatus, describe_table, publish_process, publish_tiers
@@ -67,8 +73,8 @@ def open_ingest(configuration: Configuration, progress: Progress | None = None) 
     kafka = check_role(settings)
     with ExitStack() as resources:
         versions = open_versions(configuration)
-        opened = [OpenedTables(version, version.embedding_tables()) for version in versions]
-        tables = [table for model in opened for table in model.tables.values()]
+        opened = open_tables(versions)
+        tables = tables_of(opened)
         if not any(kafka.takes(table.model) for table in tables):
             names = ", ".join(sorted({table.model for table in tables}))
             raise ConfigError(
@@ -116,6 +122,6 @@ def check_role(settings: Settings) -> KafkaSettings:
 
 def _publish(ingest: IngestNode) -> None:
     """Register gauges, which are read at a scrape."""
-    tables = [table for model in ingest.models for table in model.tables.values()]
+    tables = tables_of(ingest.models)
     publish_process(ingest.metrics, lambda: [model.version for model in ingest.models])
     publish_tiers(ingest.metrics, ingest.tiers, lambda: tables)

@@ -110,6 +110,11 @@ class OpenedTables:
     version: ModelVersion
     tables: dict[str, EmbeddingTable]
 
+    @property
+    def table_versions(self) -> set[int]:
+        """Its version, and the versions that introduced its tables; metrics have these."""
+        return {self.version.version, *(table.version for table in self.tables.values())}
+
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel(OpenedTables):
@@ -123,12 +128,25 @@ class OpenedModel(OpenedTables):
         return self.version.spec
 
 
+def tables_of(opened: Iterable[OpenedTables]) -> list[EmbeddingTable]:
+    """The tables of models, each once: versions may share some."""
+    return list(dict.fromkeys(table for each in opened for table in each.tables.values()))
+
+
+def open_tables(versions: Iterable[ModelVersion]) -> list[OpenedTables]:
+    """Make the tables of versions, without their networks; see `OpenedTables`."""
+    opened: list[OpenedTables] = []
+    for version in versions:
+        opened.append(OpenedTables(version, version.embedding_tables(tables_of(opened))))
+    return opened
+
+
 def watermarks_of(
     opened: Iterable[OpenedTables],
 ) -> dict[EmbeddingTable, Mapping[str, Mapping[str, int]]]:
-    """Stream offsets up to which each table's files contain the updates (`Manifest.watermark`)."""
+    """Stream offsets up to which each table's files contain the updates (`Manifest.origin`)."""
     return {
-        table: model.version.manifest.watermark
+        table: model.version.manifest.origin(table.name).watermark
         for model in opened
         for table in model.tables.values()
         if model.version.manifest is not None
@@ -140,11 +158,13 @@ def open_model(
     settings: Settings,
     resources: ExitStack,
     remote: DenseModel | None = None,
+    reuse: Iterable[EmbeddingTable] = (),
 ) -> OpenedModel:
     """Make the version's tables and open its network, which ``resources`` closes.
 
-    A lookup node has no network. ``remote``: use this one, which runs in another process."""
-    lookup, network = _described_model(version, settings)
+    A lookup node has no network. ``remote``: use this one, which runs in another process. ``reuse``: see
+    `ModelVersion.embedding_tables`."""
+    lookup, network = _described_model(version, settings, reuse)
     dense = remote
     if network is not None and remote is None:
         dense = open_network(network, settings.dense, settings.tiers.gpu.devices[0])
@@ -175,10 +195,10 @@ def check_models(configuration: Configuration) -> Iterator[tuple[str, ModelVersi
 
 
 def _described_model(
-    version: ModelVersion, settings: Settings
+    version: ModelVersion, settings: Settings, reuse: Iterable[EmbeddingTable] = ()
 ) -> tuple[LookupModel, NetworkSpec | None]:
     """The version's lookup description, and its network's; a lookup node has no network."""
-    spec, tables = version.spec, version.embedding_tables()
+    spec, tables = version.spec, version.embedding_tables(reuse)
     lookup = LookupModel(
         version.name,
         version.version,

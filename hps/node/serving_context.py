@@ -51,7 +51,8 @@ class ServingContext:
     ) -> ServedModel:
         """Make ``model`` ready to serve."""
         name, version = model.version.name, model.version.version
-        metrics.retain(name, version)
+        for each in model.table_versions:
+            metrics.retain(name, each)
         lookups = LookupMeter(metrics, name, version)
         new_engine = partial(
             LookupEngine,

@@ -19,7 +19,7 @@ from hps.models.check import check_disjoint_tables
 from hps.models.loader import load_tables, version_of_rows
 from hps.models.remote import repository_of
 from hps.models.tables import TableFiles
-from hps.node.model_opening import OpenedTables
+from hps.node.model_opening import OpenedTables, tables_of
 from hps.node.tier_status import TierStatus
 from hps.observability import metric_names as m
 from hps.observability.meters import TierMeter
@@ -103,27 +103,36 @@ class NodeStores:
             self.remove(model)
             raise
 
-    def remove(self, model: OpenedTables, *, drop: bool = False) -> None:
-        """Remove a model's tables, which no lookup uses. Their rows stay.
+    def remove(self, model: OpenedTables) -> None:
+        """Remove a model's tables, which no lookup uses, except those that other models share.
 
-        ``drop``: delete the rows in the node's own RocksDB; other nodes may need those in Redis. Raises
-        TierError if that fails."""
-        tables = list(model.tables.values())
+        Their rows stay."""
         with self._changing:
+            tables = self.unshared_tables(model)
             self._opened = [each for each in self._opened if each is not model]
-            self._files = {t: files for t, files in self._files.items() if t not in tables}
+            removed = set(tables)
+            self._files = {t: files for t, files in self._files.items() if t not in removed}
         if self.followed is not None:
             self.followed.free(tables)
-        rocksdb = self._rocksdb
-        if rocksdb is None:
-            return
-        if drop and rocksdb.access == "primary":
-            rocksdb.drop(*tables)
+        if self._rocksdb is None:
             return
         try:
-            rocksdb.release(*tables)
+            self._rocksdb.release(*tables)
         except TierError as error:
             log.warning("%s", error)
+
+    def drop_rows(self, tables: Sequence[EmbeddingTable]) -> None:
+        """Delete the rows of tables that no model has, in the node's own RocksDB.
+
+        Other nodes may need those in Redis. Raises TierError."""
+        used = {table.id for table in self.tables}
+        if self._rocksdb is not None and self._rocksdb.access == "primary":
+            self._rocksdb.drop(*(table for table in tables if table.id not in used))
+
+    def unshared_tables(self, model: OpenedTables) -> list[EmbeddingTable]:
+        """The tables of a model that no other model in the stores has."""
+        others = set(tables_of(each for each in self._opened if each is not model))
+        return [table for table in model.tables.values() if table not in others]
 
     @property
     def tables(self) -> list[EmbeddingTable]:
@@ -276,7 +285,7 @@ class NodeStores:
         self._load_rocksdb(store, self._opened, progress)
         self._verify_mapped(store)
         if (chosen.layout, chosen.access) == ("native", "primary"):
-            served = {(each.version.name, each.version.version) for each in self._opened}
+            served = {(m.version.name, n) for m in self._opened for n in m.table_versions}
             models = self._settings.models
             repository = repository_of(models)
             with suppress(Unavailable):  # of a remote repository

@@ -22,7 +22,7 @@ from hps.errors import Unavailable, Unsupported
 from hps.models.repository import ModelVersion
 from hps.node.caches import NodeCaches
 from hps.node.gpu_caches import NodeGpus
-from hps.node.model_opening import OpenedModel, open_model, watermarks_of
+from hps.node.model_opening import OpenedModel, open_model, tables_of, watermarks_of
 from hps.node.node import Node
 from hps.node.served_versions import ServedModel
 from hps.node.serving_context import ServingContext, freshness_of
@@ -80,7 +80,7 @@ class VersionLoader:
         Its caches are filled after those of ``current``, and share the memory with those of ``kept``."""
         parts, progress, node = self._parts, progress or NoProgress(), self._node
         own = undo.enter_context(ExitStack())
-        model = open_model(found, self._settings, own)
+        model = open_model(found, self._settings, own, reuse=tables_of(parts.opened))
         undo.callback(parts.stores.remove, model)
         parts.stores.add(model, progress)
         self.require_open()
@@ -88,19 +88,23 @@ class VersionLoader:
         warning = parts.caches.add(model, current, kept, progress)
         freshness = freshness_of(self._settings, found.name, node.metrics)
         served = parts.serving.serve(model, node.metrics, parts.devices.models, freshness)
-        undo.callback(node.metrics.release, found.name, found.version)
+        undo.callback(self._release_metrics, model)
         return LoadedModel(model, served, own, warning)
 
     def free(self, model: OpenedModel) -> None:
         """Free a version's part of the caches, and its metrics."""
         self._parts.caches.drop(model)
-        self._node.metrics.release(model.version.name, model.version.version)
+        self._release_metrics(model)
+
+    def _release_metrics(self, model: OpenedModel) -> None:
+        for version in model.table_versions:
+            self._node.metrics.release(model.version.name, version)
 
     def feed(self, current: Mapping[str, OpenedModel]) -> None:
         """Let the update streams feed the tables of the ``current`` versions, and no others."""
         if self._closed.is_set():
             return
-        tables = [table for each in current.values() for table in each.tables.values()]
+        tables = tables_of(current.values())
         self._node.streams.set_tables(tables, watermarks_of(current.values()))
 
     def catch_up(self, model: OpenedModel) -> None:

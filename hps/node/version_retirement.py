@@ -16,9 +16,10 @@ from typing import ClassVar
 
 from hps.errors import HpsError
 from hps.lookup.base import Lookup
-from hps.node.model_opening import OpenedModel
+from hps.node.model_opening import OpenedModel, tables_of
 from hps.node.stores import NodeStores
 from hps.periodic import PeriodicThread
+from hps.types import EmbeddingTable
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class VersionRetirement:
                 continue
             if each.version not in (*self._needed(name), replaced[-1].version):
                 try:
-                    self._stores.remove(each.model, drop=True)
+                    self._stores.drop_rows(self._droppable(each))
                 except HpsError as error:
                     log.warning(
                         "model %s: dropping the rows of version %d failed, retrying later: %s",
@@ -153,3 +154,13 @@ class VersionRetirement:
                     return
             self._replaced.remove(each)
         del self._drop_at[name]
+
+    def _droppable(self, old: ReplacedVersion) -> list[EmbeddingTable]:
+        """The tables of an ``old`` version, except those that another one may need."""
+        others = tables_of(each.model for each in self._replaced if each is not old)
+        kept, needed = {table.id for table in others}, self._needed(old.name)
+        return [
+            table
+            for table in old.model.tables.values()
+            if table.id not in kept and table.version not in needed
+        ]

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from hps.models.repository import ModelVersion
-from hps.node.model_opening import OpenedModel
+from hps.node.model_opening import OpenedModel, tables_of
 from hps.node.node import Node
 from hps.node.served_versions import ServedModel, ServedModels
 from hps.node.version_choice import ChoiceFile, VersionChoice
@@ -266,7 +266,7 @@ class VersionSwitcher:
                 self._resources.pop(of, None),
             )
             self.retirement.retire(ReplacedVersion(old, resources, last, is_used))
-        self._tables[:] = [table for each in self._opened for table in each.tables.values()]
+        self._tables[:] = tables_of(self._opened)
 
     def _report(
         self,

@@ -16,6 +16,7 @@ from hps.errors import ModelError
 from hps.models.importers.arrays import import_errors
 from hps.models.importers.plan import Chunk, ImportPlan, ImportTable, table_name
 from hps.models.repository import SPEC_FILE, Repository
+from hps.models.table_sharing import Base
 from hps.models.version_writer import write_version
 from hps.types import NoProgress, Progress
 
@@ -25,7 +26,7 @@ class ImportSettings:
     """Settings of an import, besides its tables.
 
     ``version``: by default the next one. ``dense``: the network's file. ``allow_nan``: NaN and infinite
-    values are accepted. ``replace``, ``replace_spec``: see `write_version`."""
+    values are accepted. ``replace``, ``replace_spec``, ``base``: see `write_version`."""
 
     version: int | None = None
     dense: Path | None = None
@@ -33,6 +34,7 @@ class ImportSettings:
     allow_nan: bool = False
     replace: bool = False
     replace_spec: bool = False
+    base: Base = "latest"
 
 
 def import_model(
@@ -64,6 +66,7 @@ def import_model(
         replace=settings.replace,
         replace_spec=settings.replace_spec,
         mapped=True,
+        base=settings.base,
     )
 
 

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import Lock
@@ -42,7 +43,8 @@ class AttachedCache(CacheReads):
     ) -> None:
         super().__init__(threads=threads, clock=clock)
         self.promote = promote
-        self._known = {table.id: table for table in tables}
+        self._uses = Counter(tables)
+        self._known = {table.id: table for table in self._uses}
         self._path = folder / f"hps.{name}"
         self._seen: tuple[int, int] | None = None
         self._files: dict[str, str] = {}
@@ -52,16 +54,23 @@ class AttachedCache(CacheReads):
         self._poll()
 
     def add_tables(self, tables: Iterable[EmbeddingTable]) -> None:
-        """Read ``tables`` too. A table replaces one with the same ID, which then misses."""
+        """Read ``tables`` too, until they are removed as often as they were added.
+
+        A table replaces another one with the same ID, which then misses."""
         with self._lock:
-            self._known = self._known | {table.id: table for table in tables}
+            added = list(tables)
+            self._uses.update(added)
+            self._known = self._known | {table.id: table for table in added}
             self._seen = None
             self._poll()
 
     def remove_tables(self, tables: Iterable[EmbeddingTable]) -> None:
-        """Stop reading ``tables`` and free their memory."""
-        removed = set(tables)
+        """Stop reading ``tables`` that are not used any more, and free their memory."""
         with self._lock:
+            self._uses.subtract(tables)
+            removed = {table for table, uses in self._uses.items() if uses <= 0}
+            for table in removed:
+                del self._uses[table]
             self._known = {name: t for name, t in self._known.items() if t not in removed}
             self._tables = {t: held for t, held in self._tables.items() if t not in removed}
 

@@ -39,6 +39,7 @@ class NodeTier:
         """``connections``: pools, each for its own tables.
 
         ``dropped(keys)`` receives the number of keys whose promotion could not be sent to the node."""
+        self._pools: list[NodeConnectionPool] = []
         self._routes: dict[EmbeddingTable, _Route] = {}
         self._dropped = dropped
         for each in connections:
@@ -46,16 +47,17 @@ class NodeTier:
         self._promotions = BoundedThreadPool(1, _PROMOTIONS_WAITING, name="promote")
 
     def add(self, connections: NodeConnectionPool) -> None:
-        """Use the pool ``connections`` for its tables."""
-        numbered = {table: (connections, i) for i, table in enumerate(connections.tables)}
-        self._routes = self._routes | numbered
+        """Use the pool ``connections`` for its tables, which other pools may have, too."""
+        self._use([*self._pools, connections])
 
     def remove(self, connections: NodeConnectionPool) -> None:
         """Stop using the pool ``connections``, and close it."""
-        self._routes = {
-            table: route for table, route in self._routes.items() if route[0] is not connections
-        }
+        self._use([each for each in self._pools if each is not connections])
         connections.close()
+
+    def _use(self, pools: list[NodeConnectionPool]) -> None:
+        self._pools = pools
+        self._routes = {table: (pool, i) for pool in pools for i, table in enumerate(pool.tables)}
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         for part in parts:
@@ -147,7 +149,7 @@ class NodeTier:
         self._promotions.close(1.0, self._close_routes)
 
     def _close_routes(self) -> None:
-        for connections, _ in self._routes.values():
+        for connections in self._pools:
             connections.close()
 
 

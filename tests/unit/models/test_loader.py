@@ -65,14 +65,14 @@ def test_every_row_is_served(make_version, load, layout):
 def test_rows_carry_the_time_of_the_manifest(tmp_path, make_version, load):
     make_version(spec=USERS)
     store, tables, _ = load()
-    created = Repository(tmp_path / "models").open("ctr").manifest.created_unix_ms
+    created = Repository(tmp_path / "models").open("ctr").manifest.created
     assert set(fetch(store, tables["users"], range(10)).versions.tolist()) == {
         make_version_(created)
     }
 
 
-def make_version_(unix_ms):
-    return make_version(unix_ms)
+def make_version_(created):
+    return make_version(int(created.timestamp() * 1000))
 
 
 def test_half_precision_and_32_bit_keys_are_loaded(tmp_path, make_version, load):
