@@ -113,6 +113,9 @@ class ModelsSettings(StrictModel):
     """File with the versions and labels chosen at run time; null: in the folder of RocksDB."""
     control: Literal["admin", "all"] = "admin"
     """Ports that accept `load` and `unload`: those of administration, or all, as Triton's clients expect."""
+    warm_up_s: float = Field(5.0, ge=0)
+    """Longest time for which sampled requests are replayed on a version before it becomes the current one; 0:
+    none are sampled."""
     catch_up_s: float = Field(60.0, gt=0)
     """Longest wait for the update streams before a loaded version is served."""
     linger_s: float = Field(5.0, ge=0)

@@ -27,6 +27,7 @@ from hps.lookup.feature_groups import FeatureGroupCache
 from hps.lookup.key_recorder import KeyRecorder, RequestShape
 from hps.lookup.lookup_job import FullLookupJob, LookupJob, TableKeys, make_table_keys
 from hps.lookup.partial_hits import PartialHit, PartialHitJob
+from hps.lookup.request_sample import NO_SAMPLE
 from hps.observability.meters import LookupMeter
 from hps.observability.metrics import Metrics
 from hps.threads import BoundedThreadPool, CompletedFuture, LookupPools, chain_future
@@ -53,7 +54,7 @@ Promote = Callable[[EmbeddingTable, KeyArray], None]
 class LookupEngine(Lookup):
     """Serves one model. Thread-safe; keeps no state of a request.
 
-    ``recorder``: gets the keys of every lookup, if set.
+    ``recorder``: gets the keys of every lookup, if set. ``sample``: gets requests while it is armed.
 
     ``promote`` must not block; ``caches`` and ``stores`` are the two stages of tiers; ``workers`` is one
     pool of threads for both, or one for each.
@@ -80,6 +81,7 @@ class LookupEngine(Lookup):
         # only when nothing refers to its engine any more.
         self._groups = FeatureGroupCache(model)
         self.recorder: KeyRecorder | None = None
+        self.sample = NO_SAMPLE
         self._fast_path: FastPath | None = None
         if tier := fused_lookup_of(caches):
             self._fast_path = FastPath(model, tier, self._groups, self._meter, INLINE_KEYS)
@@ -94,6 +96,8 @@ class LookupEngine(Lookup):
     def _submit(self, request: LookupRequest) -> Future[LookupResult]:
         if self.recorder is not None:
             self.recorder.add(request)
+        if self.sample.armed:
+            self.sample.add(request)
         prepared = self._fast_path.prepare(request) if self._fast_path else None
         if prepared is None or is_past(request.deadline):
             return self._slow_path(request)
@@ -125,6 +129,8 @@ class LookupEngine(Lookup):
             found = None
             if self.recorder is not None:
                 self.recorder.add_flat(shape, keys)
+            if self.sample.armed:
+                self.sample.add(prepared_request.request(keys, deadline, origin))
             if from_memory is not None and not is_past(deadline):
                 found = from_memory(keys)
                 if type(found) is LookupResult:

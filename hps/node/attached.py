@@ -29,9 +29,11 @@ from hps.node.serving_context import (
     freshness_of,
     open_dense_pool,
     open_lookup_pools,
+    open_samples,
 )
 from hps.node.tier_status import TierStatus
 from hps.node.version_sync import SYNC_EVERY_S, OpenedVersion, SyncedModels, VersionSync
+from hps.node.warm_up import WarmUp
 from hps.observability import metric_names as m
 from hps.observability.meters import TierMeter
 from hps.observability.metrics import Metrics
@@ -157,7 +159,10 @@ class _AttachBuilder:
             MeteredTier(t.tier, TierMeter(metrics, t.tier.info.name)) for t in self._tiers
         ]
         lanes = open_lookup_pools(self._settings, resources)
-        self._serving = ServingContext(TierChain(caches), stores, self._node.promote, lanes, runs)
+        samples = open_samples(self._settings, resources)
+        self._serving = ServingContext(
+            TierChain(caches), stores, self._node.promote, lanes, runs, samples
+        )
         self._serving.publish(metrics)
         self._devices = GpuModels(self._settings, metrics, WorkerPool(1))  # no GPU is opened
         self._scheduler = NodeSchedulerClient(path, metrics, resources)
@@ -205,6 +210,7 @@ class _AttachBuilder:
                 scheduled.use(model.lookup, served.spec, served.pipeline)
             for each in model.table_versions:
                 own.callback(self._metrics.release, name, each)
+            WarmUp(self._settings.models.warm_up_s, self._metrics).run(served)
             return OpenedVersion(served, own.pop_all().close)
         raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
 

@@ -26,6 +26,7 @@ from hps.node.serving_context import (
     freshness_of,
     open_dense_pool,
     open_lookup_pools,
+    open_samples,
 )
 from hps.node.stores import NodeStores
 from hps.node.streams import Limited, UpdateStreams
@@ -170,6 +171,7 @@ class _NodeBuilder:
             caches.promote,
             open_lookup_pools(self._settings, self._resources),
             runs,
+            open_samples(self._settings, self._resources),
         )
         in_memory = [self._metered(caches.in_memory.tier)] if caches.in_memory else []
         self._devices.models.bridge(

@@ -12,6 +12,7 @@ from hps.config.model_schema import ModelSpec
 from hps.errors import BadRequest, NotFound
 from hps.lookup.base import Lookup, keys_by_feature
 from hps.lookup.gpu.device_lookup import DeviceLookup
+from hps.lookup.request_sample import NO_SAMPLE, RequestSample
 from hps.predict.pipeline import InferencePipeline
 from hps.types import EmbeddingTable, JaggedKeys
 from hps.updates.freshness import FRESH, Freshness
@@ -36,6 +37,8 @@ class ServedModel:
     on_devices: tuple[DeviceLookup, ...] = ()
     """Lookups whose vectors stay on a GPU, one per GPU."""
     freshness: Freshness = FRESH
+    sample: RequestSample = NO_SAMPLE
+    """Sampled requests of the model, to warm up its next version."""
 
     def keys(
         self,

@@ -14,6 +14,7 @@ from hps.dense.fallback import FallbackModel
 from hps.lookup.base import Lookup
 from hps.lookup.engine import LookupEngine, Promote
 from hps.lookup.gpu.device_lookup import DeviceLookup
+from hps.lookup.request_sample import ARM_EVERY_S, RequestSamples
 from hps.node.gpu_models import GpuModels
 from hps.node.model_opening import OpenedModel
 from hps.node.served_versions import ServedModel
@@ -34,13 +35,14 @@ class ServingContext:
     """The tiers and thread pools that all models of a process share.
 
     ``promote`` copies rows from ``stores`` into ``caches``; ``lookups``: threads that ask stores;
-    ``runs``: threads that run networks."""
+    ``runs``: threads that run networks; ``samples``: requests of each model, to warm up its next version."""
 
     caches: Tier
     stores: Tier
     promote: Promote
     lookups: LookupPools
     runs: BoundedThreadPool
+    samples: RequestSamples
 
     def serve(
         self,
@@ -80,7 +82,9 @@ class ServingContext:
 
         engine = new_engine()
         pipeline = pipeline_of(engine, device_lookups)
+        engine.sample = sample = self.samples.of(name)
         if pipeline is not None:
+            pipeline.sample = sample
             gpus.schedule(model, device_lookups, lookups, (pipeline, alone))
         return ServedModel(
             name,
@@ -91,6 +95,7 @@ class ServingContext:
             pipeline,
             tuple(device_lookups),
             freshness,
+            sample,
         )
 
     def publish(self, metrics: Metrics) -> None:
@@ -132,6 +137,11 @@ def open_lookup_pools(settings: Settings, resources: ExitStack) -> LookupPools:
     # stores' pool, so it must close first.
     threads = min(tiers.lookup_threads, available_cores())
     return LookupPools(_workers(resources, "gather", threads, setting, queued), stores)
+
+
+def open_samples(settings: Settings, resources: ExitStack) -> RequestSamples:
+    """Samples of requests for warm-ups, which ``resources`` ends."""
+    return RequestSamples(resources, ARM_EVERY_S if settings.models.warm_up_s else None)
 
 
 def open_dense_pool(settings: Settings, resources: ExitStack) -> BoundedThreadPool:

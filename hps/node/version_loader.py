@@ -27,6 +27,7 @@ from hps.node.node import Node
 from hps.node.served_versions import ServedModel
 from hps.node.serving_context import ServingContext, freshness_of
 from hps.node.stores import NodeStores
+from hps.node.warm_up import WarmUp
 from hps.types import EmbeddingTable, NoProgress, Progress
 
 _CHECK_EVERY_S = 0.05
@@ -66,6 +67,8 @@ class VersionLoader:
         self._parts = parts
         self._node = node
         self._closed = closed
+        limit_s = self._settings.models.warm_up_s
+        self.warm_up = WarmUp(limit_s, node.metrics, self.require_open)
 
     def load(
         self,

@@ -124,6 +124,8 @@ class VersionSwitcher:
         try:
             with ExitStack() as undo:
                 loaded = self._load(found, choice, undo, progress)
+                if choice is not None and switches:
+                    self._warm_up(name, choice.current, reason, loaded)
                 self._commit(name, choice, loaded, undo)
                 undo.pop_all()
         finally:
@@ -132,6 +134,13 @@ class VersionSwitcher:
         self._attached.settle(self.loader.require_open)
         for changed in self.on_change:
             changed()
+
+    def _warm_up(self, name: str, version: int, reason: str, loaded: LoadedModel | None) -> None:
+        """Warm up the version that becomes the current one, except in a rollback to a served one."""
+        if loaded is not None and loaded.served.version == version:
+            self.loader.warm_up.run(loaded.served)
+        elif reason != "rollback" and (served := self.served(name, version)) is not None:
+            self.loader.warm_up.run(served)
 
     def _load(
         self,

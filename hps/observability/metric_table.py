@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from hps.observability import metric_names as m
 from hps.observability.metric_downloads import DOWNLOADS
+from hps.observability.metric_models import MODELS
 from hps.observability.metric_scheduler import SCHEDULER
-from hps.observability.metric_spec import AGE_BUCKETS, BATCH_BUCKETS, SCORE_BUCKETS, MetricSpec
+from hps.observability.metric_spec import AGE_BUCKETS, BATCH_BUCKETS, MetricSpec
 
 _PROCESSES = (
     MetricSpec(
@@ -128,58 +129,6 @@ _REQUESTS = (
         "counter",
         ("model", "result"),
         "Requests while rows were stale, by updates.max_staleness_s; result=flagged or refused.",
-    ),
-)
-
-_MODELS = (
-    MetricSpec(m.MODEL_VERSION, "gauge", ("model",), "Current version of the model."),
-    MetricSpec(m.MODEL_SERVED, "gauge", ("model", "version"), "Served versions; 1: current."),
-    MetricSpec(m.MODEL_LABEL, "gauge", ("model", "label"), "Version with this label."),
-    MetricSpec(m.MODEL_SWITCHES, "counter", ("model", "reason"), "Changes of the current version."),
-    MetricSpec(
-        m.MODEL_LOADS,
-        "counter",
-        ("model", "result"),
-        "Versions loaded by a running node on request; result=served, or failed: the former one stays "
-        "served.",
-    ),
-    MetricSpec(
-        m.FEATURE_KEYS,
-        "counter",
-        ("model", "version", "feature", "result"),
-        "Keys of each feature, or of the table if a request names tables; result=found, or defaulted: no "
-        "tier had a row. Their ratio is the share of unknown keys.",
-    ),
-    MetricSpec(
-        m.DENSE_SECONDS, "histogram", ("model", "version"), "Time of one run of the network."
-    ),
-    MetricSpec(m.DENSE_WAITING, "gauge", (), "Runs of networks waiting for a thread."),
-    MetricSpec(
-        m.DENSE_FALLBACKS,
-        "counter",
-        ("model",),
-        "Runs of the network in this process because Triton was unavailable.",
-    ),
-    MetricSpec(
-        m.SCORES,
-        "histogram",
-        ("model", "version", "output"),
-        "Values of the network's outputs that have one number per sample. Values below 0 decrease the "
-        "sum; use hps_scores_absolute_total for a mean.",
-        SCORE_BUCKETS,
-    ),
-    MetricSpec(
-        m.SCORES_ABSOLUTE,
-        "counter",
-        ("model", "version", "output", "sign"),
-        "Sum of the absolute values in hps_scores; sign=positive or negative. The rate of positive minus "
-        "that of negative, divided by that of hps_scores_count, is the mean.",
-    ),
-    MetricSpec(
-        m.SCORES_NOT_FINITE,
-        "counter",
-        ("model", "version", "output"),
-        "Output values of the network that were NaN or infinite; they are returned unchanged.",
     ),
 )
 
@@ -390,7 +339,7 @@ _UPDATES = (
 GROUPS: Mapping[str, tuple[MetricSpec, ...]] = {
     "Processes": _PROCESSES,
     "Requests": _REQUESTS,
-    "Models": (*_MODELS, *DOWNLOADS),
+    "Models": (*MODELS, *DOWNLOADS),
     "Batches on GPUs": SCHEDULER,
     "Lookups": _LOOKUPS,
     "Tiers and caches": _TIERS,

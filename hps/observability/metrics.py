@@ -211,6 +211,13 @@ class Metrics:
                 values.update(read())
         return all_values
 
+    def values(self, name: str) -> dict[tuple[str, ...], float]:
+        """Current values of the counter ``name``, by label values."""
+        self._batches.flush()
+        with self._lock:
+            children = list(self._children[name].items())
+        return {labels: child.value for labels, child in children if isinstance(child, Counter)}
+
     def include(self, read: Callable[[], MetricValues]) -> None:
         """Add the values of other processes, which ``read`` returns, to the exposition."""
         self._included.append(read)

@@ -22,6 +22,7 @@ from hps.config.model_schema import DenseSpec, TensorSpec
 from hps.dense.base import DATATYPES, DenseModel
 from hps.errors import BadRequest, DeadlineExceeded, DenseModelError
 from hps.lookup.base import Lookup
+from hps.lookup.request_sample import NO_SAMPLE
 from hps.observability.meters import DenseMeter
 from hps.observability.metrics import Metrics
 from hps.predict.checks import TOP_K_INDEX, Arrays, PredictChecks, broadcast_batch
@@ -94,6 +95,8 @@ class InferencePipeline:
         self._turn = count()
         self._meter = network.meter or DenseMeter(Metrics(), name, 0)
         self._scheduled: ScheduledModel | None = None
+        self.sample = NO_SAMPLE
+        """Gets requests while it is armed."""
         self._check = PredictChecks(name, spec, lookup.features)
         self._feeds = tuple(
             (feature, spec.embeddings.get(feature.name, feature.name))
@@ -130,6 +133,8 @@ class InferencePipeline:
         """Start a prediction. ``waits``: its caller only waits for the result."""
         inputs, batch = self._check.inputs(request)
         wanted = self._check.outputs(request)
+        if self.sample.armed:
+            self.sample.add(request)
         if self._scheduled is None or (waits and self._scheduled.gains_alone(batch)):
             return self._run_alone(request, inputs, batch, wanted)
         names = self._computed(request, wanted)

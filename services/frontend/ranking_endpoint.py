@@ -33,6 +33,7 @@ class RankingEndpoint:
         self.version = str(served.version)
         self._score = scores or served.pipeline.submit
         self._freshness = served.freshness
+        self._sample = served.sample
         self._inputs = FeatureInputs(served.engine.features)
         self._dense = {tensor.name: tensor.shape for tensor in dense.inputs}
         self.rules = dict(self._inputs.rules)
@@ -50,7 +51,8 @@ class RankingEndpoint:
         """Start the prediction; see ``Endpoint.submit``."""
         if self._freshness.refusal is not None:
             self._freshness.require()
-        if call.form.prepared_message is not None and call.message:
+        # A request to be sampled is needed whole.
+        if call.form.prepared_message is not None and call.message and not self._sample.armed:
             submit, call.batch = call.form.prepared_message
             return submit(call.message, call.start, deadline, call.origin)
         request = self._request(call, deadline)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -320,3 +321,19 @@ def test_front_ends_serve_the_versions_of_their_lookup_nodes(tmp_path):
             until(lambda: by_rest(front) == 1)
             assert change(node, "rollback") == (200, "3")
             until(lambda: by_rest(front) == 3)
+
+
+def test_workers_warm_up_a_version_with_their_own_requests(any_server):
+    server = any_server
+
+    def warm_ups():
+        with urllib.request.urlopen(f"http://{server.hps.admin}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        name = 'hps_model_warm_ups_total{model="words",result="settled"} '
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    until_s = time.monotonic() + 1.0
+    while time.monotonic() < until_s:
+        assert by_rest(server) == 3
+    assert change(server, "load", version=1) == (200, "1")
+    until(lambda: warm_ups() >= 1)
