@@ -135,13 +135,25 @@ class CacheTable final : public RowTable {
  public:
   CacheTable(std::uint64_t capacity, const ReadOnlyRows& like, hps::Eviction eviction,
              std::uint8_t code, const hps::ReadKernels& kernels, const hps::MemoryKind& kind)
-      : RowTable(like, code),
-        table_(capacity, like.shape(1) * like.itemsize(), eviction, kernels, kind) {}
+      : RowTable(like, code) {
+    const std::size_t row_bytes = like.shape(1) * like.itemsize();
+    const WithoutGil released;  // mapping gigabytes, and freeing them, takes milliseconds
+    table_.emplace(capacity, row_bytes, eviction, kernels, kind);
+  }
 
   CacheTable(int file, const ReadOnlyRows& like, std::uint8_t code, const hps::ReadKernels& kernels)
-      : RowTable(like, code), table_(like.shape(1) * like.itemsize(), kernels, file) {}
+      : RowTable(like, code) {
+    const std::size_t row_bytes = like.shape(1) * like.itemsize();
+    const WithoutGil released;
+    table_.emplace(row_bytes, kernels, file);
+  }
 
-  const hps::RowReader& reader() const override { return table_; }
+  ~CacheTable() override {
+    const WithoutGil released;
+    table_.reset();
+  }
+
+  const hps::RowReader& reader() const override { return *table_; }
 
   nb::object fetch(Keys keys, Keys missing, std::uint64_t oldest_tombstone, Rows out,
                    Array<std::uint64_t> versions, Array<std::uint8_t> source) const {
@@ -173,19 +185,19 @@ class CacheTable final : public RowTable {
     const std::uint8_t* from = rows ? static_cast<const std::uint8_t*>(rows->data()) : nullptr;
     // May wait for another writer, which must not happen with the GIL held.
     const WithoutGil released;
-    table_.write({keys.data(), versions.data(), from, n, oldest_tombstone, resident_only});
+    table_->write({keys.data(), versions.data(), from, n, oldest_tombstone, resident_only});
   }
 
   void evict(Keys keys) {
     const WithoutGil released;
-    table_.evict(keys.data(), keys.shape(0));
+    table_->evict(keys.data(), keys.shape(0));
   }
 
   nb::object top_k(std::size_t n) const {
     std::vector<hps::HotKey> hot;
     {
       const WithoutGil released;
-      hot = table_.top_k(n);
+      hot = table_->top_k(n);
     }
     std::unique_ptr<std::int64_t[]> keys(new std::int64_t[hot.size()]);
     std::unique_ptr<std::uint8_t[]> scores(new std::uint8_t[hot.size()]);
@@ -197,27 +209,27 @@ class CacheTable final : public RowTable {
                           as_numpy(std::move(scores), hot.size()));
   }
 
-  std::uint64_t rows() const { return table_.counts().rows; }
-  std::uint64_t tombstones() const { return table_.counts().tombstones; }
-  std::uint64_t evictions() const { return table_.counts().evictions; }
-  std::uint64_t capacity() const { return table_.header().capacity; }
-  std::uint64_t bytes() const { return table_.header().bytes; }
+  std::uint64_t rows() const { return table_->counts().rows; }
+  std::uint64_t tombstones() const { return table_->counts().tombstones; }
+  std::uint64_t evictions() const { return table_->counts().evictions; }
+  std::uint64_t capacity() const { return table_->header().capacity; }
+  std::uint64_t bytes() const { return table_->header().bytes; }
 
-  bool repair() { return table_.repair(); }
+  bool repair() { return table_->repair(); }
 
-  const hps::CacheTable& table() const { return table_; }
+  const hps::CacheTable& table() const { return *table_; }
 
  private:
   std::size_t fetch_by_pieces(const std::int64_t* keys, const std::int64_t* missing, std::size_t m,
                               std::uint64_t oldest_tombstone, const hps::FetchOutput& output,
                               std::int64_t* left) const {
     if (threads_ == 1 || m < 2 * kPieceKeys)
-      return table_.fetch(keys, missing, m, oldest_tombstone, output, left);
+      return table_->fetch(keys, missing, m, oldest_tombstone, output, left);
     const std::size_t pieces = (m + kPieceKeys - 1) / kPieceKeys;
     std::vector<std::size_t> counts(pieces);
     hps::parallel_for(pieces, threads_, [&](std::size_t piece) {
       const std::size_t at = piece * kPieceKeys, n = std::min(kPieceKeys, m - at);
-      counts[piece] = table_.fetch(keys, missing + at, n, oldest_tombstone, output, left + at);
+      counts[piece] = table_->fetch(keys, missing + at, n, oldest_tombstone, output, left + at);
     });
     std::size_t total = 0;
     for (std::size_t piece = 0; piece < pieces; ++piece) {
@@ -227,7 +239,7 @@ class CacheTable final : public RowTable {
     return total;
   }
 
-  hps::CacheTable table_;
+  std::optional<hps::CacheTable> table_;
 };
 
 // pool_bags of Python's tables, see twin_cache.py. Returns the positions of keys without a row,
