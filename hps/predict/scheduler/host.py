@@ -179,31 +179,45 @@ class SchedulerHost:
     def _take_reports(self, native: Any) -> None:
         while not self._closed:
             report = native.take_report(_WAIT_MS)
-            if report is None:
-                continue
-            found = self._models.get(report["model"])
-            if found is not None:
-                try:
-                    found[2](report)
-                except Exception:
-                    log.exception("batches with missing rows were not counted")
-            time.sleep(_REPORT_EVERY_S)
+            if report is not None:
+                self._take_report(report)
+                time.sleep(_REPORT_EVERY_S)
+
+    def _take_report(self, report: Mapping[str, Any]) -> None:
+        """Count batches. A call of its own: the thread must not hold a model while it waits."""
+        found = self._models.get(report["model"])
+        if found is not None:
+            try:
+                found[2](report)
+            except Exception:
+                log.exception("batches with missing rows were not counted")
 
     def _answer_slow(self, native: Any) -> None:
         while not self._closed:
             entry = native.take_slow(_WAIT_MS)
-            if entry is None:
-                continue
-            number, model, batch, deadline_ns, inputs, outputs = entry
-            reply = partial(self._reply, number, outputs)
-            try:
-                columns, answer, _ = self._served(model)
-                request = _request(columns, batch, deadline_ns, inputs)
-                future = answer(request)
-            except Exception as error:
-                reply(error)
-            else:
-                future.add_done_callback(partial(_reply_with_result, reply))
+            if entry is not None:
+                self._begin_slow(*entry)
+                del entry
+
+    def _begin_slow(
+        self,
+        number: int,
+        model: int,
+        batch: int,
+        deadline_ns: int,
+        inputs: NDArray[np.uint8],
+        outputs: NDArray[np.uint8],
+    ) -> None:
+        """Start a prediction outside the lanes. A call of its own, like `_take_report`."""
+        reply = partial(self._reply, number, outputs)
+        try:
+            columns, answer, _ = self._served(model)
+            request = _request(columns, batch, deadline_ns, inputs)
+            future = answer(request)
+        except Exception as error:
+            reply(error)
+        else:
+            future.add_done_callback(partial(_reply_with_result, reply))
 
     def _served(self, model: int) -> tuple[ModelColumns, Answer, Report]:
         found = self._models.get(model)

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 
 import numpy as np
@@ -103,6 +104,31 @@ def test_batch_with_missing_rows_is_filled_and_reported(host, client):
     assert host.counts(model)["slow"] == 0
     until(lambda: reports)
     assert (reports[0]["model"], sum(report["answered"] for report in reports)) == (model, 2)
+
+
+def test_removed_model_is_not_held_by_threads_that_wait(host, client):
+    """Else its version would never be retired, when its requests were the last."""
+
+    class Call:
+        def __init__(self, call):
+            self.call = call
+
+        def __call__(self, argument):
+            return self.call(argument)
+
+    reports = []
+    answer, report = Call(answer_at_once), Call(reports.append)
+    held = weakref.ref(answer), weakref.ref(report)
+    model, lane = host.add_model(COLUMNS, answer, report), Lane()
+    lane.missing[0] = 1
+    host.add_lane(model, lane)
+    send(client, model, [1, 2]).result(10)
+    lane.unresolved = [0]
+    send(client, model, [1, 2]).result(10)
+    until(lambda: reports)
+    host.remove_model(model)
+    del answer, report
+    until(lambda: [each() for each in held] == [None, None], 10)
 
 
 def test_batch_whose_rows_are_nowhere_is_answered_by_the_model(host, client):
