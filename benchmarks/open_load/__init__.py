@@ -34,7 +34,8 @@ RECORD = np.dtype(
     ]
 )
 """An answer: times in ns of `time.monotonic_ns`; the checked number; status, 200 for OK, 0 for a request that
-was not sent because 1,000 were unanswered; the number of its kind; 1 if the checked numbers differ."""
+was not answered because its connection ended or 1,000 others waited; the number of its kind; 1 if the checked
+numbers differ, 2 if some are 0 and the others the same."""
 
 
 @dataclass(frozen=True)

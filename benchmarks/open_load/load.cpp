@@ -46,7 +46,7 @@ struct Record {
   int64_t due, sent, end;
   float value;  // the number that all of the answer's checked numbers must equal
   int16_t status;
-  uint8_t kind, wrong;
+  uint8_t kind, wrong;  // wrong: 1 if the numbers differ; 2 if the others are 0, a default
 };
 
 struct Kind {
@@ -83,17 +83,22 @@ Kind make_kind(Options& options, const std::string& prefix) {
   return kind;
 }
 
-// The checked number of an answer; `wrong` if they differ, or if the answer is too short.
-float checked(const Kind& kind, const std::string& answer, bool& wrong) {
+// The checked number of an answer, the first that is not 0; an answer that is too short is wrong.
+float checked(const Kind& kind, const std::string& answer, uint8_t& wrong) {
   size_t bytes = kind.count * sizeof(float);
   wrong = answer.size() < bytes;
-  if (wrong || !kind.count) return 0;
+  float found = 0;
+  bool zeros = false;
   const char* at = answer.data() + answer.size() - bytes;
-  float first;
-  memcpy(&first, at, sizeof first);
-  for (size_t i = 0; i < kind.count; i += kind.stride)
-    wrong |= memcmp(at + i * sizeof(float), &first, sizeof first) != 0;
-  return first;
+  for (size_t i = 0; !wrong && i < kind.count; i += kind.stride) {
+    float each;
+    memcpy(&each, at + i * sizeof each, sizeof each);
+    zeros |= each == 0;
+    found = found == 0 ? each : found;
+    wrong = each != 0 && each != found;
+  }
+  if (!wrong && zeros) wrong = 2;
+  return found;
 }
 
 class Load {
@@ -122,10 +127,16 @@ class Load {
       if (n > 0 || !busy_) heard = now;
       if (now - heard > 30'000'000'000) throw std::runtime_error("no answer for 30 s");
       for (int i = 0; i < n; ++i) {
-        auto* sender = static_cast<Sender*>(
-            senders_.at(static_cast<Connection*>(events[static_cast<size_t>(i)].data.ptr)));
-        int status = sender->connection->handle(events[static_cast<size_t>(i)].events, scratch_);
-        if (status) finish(*sender, status, ended);
+        const epoll_event& event = events[static_cast<size_t>(i)];
+        auto found = senders_.find(static_cast<Connection*>(event.data.ptr));
+        if (found == senders_.end()) continue;  // replaced meanwhile
+        Sender& sender = *found->second;
+        try {
+          int status = sender.connection->handle(event.events, scratch_);
+          if (status) finish(sender, status, ended);
+        } catch (const std::runtime_error& error) {
+          drop(sender, error.what(), ended);
+        }
       }
     }
   }
@@ -137,7 +148,8 @@ class Load {
   struct Sender {
     std::unique_ptr<Connection> connection;
     size_t kind;
-    int64_t due, sent;
+    int64_t due, sent, ended = 0;
+    bool busy = false;
   };
 
   double random() {
@@ -158,6 +170,8 @@ class Load {
     }
     Sender& sender = *free;
     sender.due = due;
+    sender.busy = true;
+    if (!sender.connection || now_ns() - sender.ended > kIdle) connect(sender);
     sender.connection->refresh();
     sender.sent = now_ns();
     sender.connection->send_next(false);
@@ -172,31 +186,46 @@ class Load {
       return sender;
     }
     if (all_.size() >= kMost) return nullptr;
-    const Kind& of = plan_.kinds[kind];
     all_.push_back({});
-    Sender& sender = all_.back();
-    uint64_t seed = mix(plan_.seed * 1000003 + all_.size());
+    all_.back().kind = kind;
+    return &all_.back();
+  }
+
+  void connect(Sender& sender) {
+    if (sender.connection) senders_.erase(sender.connection.get());
+    const Kind& of = plan_.kinds[sender.kind];
+    uint64_t seed = mix(plan_.seed * 1000003 + ++connected_);
     if (of.protocol == "http")
       sender.connection = std::make_unique<HttpConnection>(of.request, seed);
     else
       sender.connection = std::make_unique<GrpcConnection>(of.request, seed);
-    sender.kind = kind;
     sender.connection->connect(plan_.address, poll_);
     senders_[sender.connection.get()] = &sender;
-    return &sender;
+  }
+
+  // The server closed the connection: an idle one is opened again when it is needed, else the
+  // request has failed.
+  void drop(Sender& sender, const std::string& error, bool ended) {
+    senders_.erase(sender.connection.get());
+    sender.connection.reset();
+    if (!sender.busy) return;
+    if (first_error.empty()) first_error = error;
+    finish(sender, 0, ended);
   }
 
   void finish(Sender& sender, int status, bool ended) {
-    bool wrong = false;
+    uint8_t wrong = 0;
     int64_t now = now_ns();
     float value = 0;
     if (status == 200)
       value = checked(plan_.kinds[sender.kind], sender.connection->answer, wrong);
-    else if (first_error.empty())
+    else if (first_error.empty() && sender.connection)
       first_error = sender.connection->answer.substr(0, 1000);
     records.push_back({sender.due, sender.sent, now, value, static_cast<int16_t>(status),
                        static_cast<uint8_t>(sender.kind), wrong});
     --busy_;
+    sender.busy = false;
+    sender.ended = now;
     free_[sender.kind].push_back(&sender);
     if (plan_.rate <= 0 && !ended) send(now);
   }
@@ -210,13 +239,15 @@ class Load {
   }
 
   static constexpr size_t kMost = 1000;  // connections
+  // A connection that was idle for so long is opened again: the server may be closing it.
+  static constexpr int64_t kIdle = 1'500'000'000;
   const Plan& plan_;
   std::vector<char> scratch_;
   std::deque<Sender> all_;
   std::vector<std::vector<Sender*>> free_;
   std::map<Connection*, Sender*> senders_;
   int poll_ = -1;
-  size_t busy_ = 0;
+  size_t busy_ = 0, connected_ = 0;
   double total_ = 0;
   uint64_t seed_ = 1;
   int64_t look_ = 0;

@@ -102,3 +102,42 @@ class answering:
     def __exit__(self, *_exc: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Closing:
+    """Accepts connections; answers one request on each, then closes it, or closes it unanswered."""
+
+    def __init__(self, answers: bool) -> None:
+        import socket
+        import threading
+
+        self._answers = answers
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        import contextlib
+
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = self._listener.accept()
+                with peer:
+                    peer.recv(1 << 16)
+                    if self._answers:
+                        peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+                        time.sleep(0.01)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_ended_connections_are_opened_again_and_unanswered_requests_fail(answers):
+    server = _Closing(answers)
+    with open_load(server.address, [Kind(ECHO)], 20) as running:
+        time.sleep(1)
+    server.close()
+    assert len(running.records) > 5
+    failed = (running.records["status"] == 0).mean()
+    assert failed < 0.3 if answers else failed == 1
