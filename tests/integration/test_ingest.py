@@ -336,7 +336,8 @@ def test_load_waits_until_redis_is_fed_for_the_version(fleet, processes):
         until(lambda: has(fleet.table, 5.0))
         spec = ModelSpec(name=fleet.model, tables=[TableSpec(name=TABLE, dim=DIM, default=DEFAULT)])
         root = Path(fleet.settings["models"]["repository"])
-        write_version(root, spec, 2, {TABLE: fleet.stream.first_rows})
+        keys, vectors = fleet.stream.first_rows
+        write_version(root, spec, 2, {TABLE: (keys, vectors + 1)})  # equal rows would be shared
         with pytest.raises(Unavailable, match=r"no writer \(`hps ingest`"):
             node.load(fleet.model, 2)
         assert node.models[fleet.model].version == 1

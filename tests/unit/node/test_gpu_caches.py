@@ -94,7 +94,8 @@ def open_node(repository, tmp_path, monkeypatch):
         tiers = {"gpu": gpu or {}, "cpu_cache": cpu or {"share": 1.0}}
         tiers["rocksdb"] = {"path": str(rocksdb or tmp_path / f"db{len(opened)}")}
         serve = {"m": {"tables": tables or {}}}
-        models = {"repository": str(repository), "serve": serve}
+        # Requests that are sampled for warm-ups take another path than their like.
+        models = {"repository": str(repository), "serve": serve, "warm_up_s": 0}
         node = hps.open({"models": models, "tiers": tiers, **settings})
         opened.append(node)
         return node, caches

@@ -25,9 +25,8 @@ from tests.unit.services.frontend.grpc.test_server import keys
 
 def streams(running):
     """The streams that are open on a running server's connections."""
-    return [
-        each for connection in running.server.context.connections for each in connection.streams
-    ]
+    connections = list(running.server.context.connections)  # copies, which no other thread changes
+    return [each for connection in connections for each in list(connection.streams)]
 
 
 def record_threads(running, monkeypatch):
