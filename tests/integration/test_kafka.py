@@ -20,6 +20,7 @@ from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
 from hps.updates.codec import MessageAttributes, encode_hps, encode_native, hps_topic
 from hps.updates.ingestor import Ingestor
+from hps.updates.kafka import source
 from hps.updates.kafka.dead_letters import DeadLetterReader
 from hps.updates.kafka.hps_group import hps_group
 from hps.updates.source import UpdateBatch
@@ -232,6 +233,21 @@ def test_readers_with_one_static_name_both_continue(broker, model, tmp_path, cap
             )
         )
     assert f"Kafka refused here in the group node.{model}" in caplog.text
+
+
+def test_reader_that_loses_its_static_name_before_a_commit_continues(
+    broker, model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(source, "_CHECK_EVERY_S", 3600.0)  # nor does it commit in between
+    topic = native_topic(model)
+    make_topic(broker, topic, 2)
+    with reading(broker, tmp_path / "a", model, member="here") as first:
+        until(lambda: len(first.source.lag() or ()) == 2)
+        with sending(broker) as producer:
+            producer.produce(topic, native(model, 1, 1.0, 1), partition=0)
+        until(lambda: first.rows([1]) == [1.0])
+        with reading(broker, tmp_path / "b", model, member="here") as second:
+            until(lambda: len(first.source.lag() or ()) == 1 == len(second.source.lag() or ()))
 
 
 def test_plain_reader_joins_no_group_and_commits_for_kafkas_tools(broker, model, tmp_path):

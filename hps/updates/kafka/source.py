@@ -314,6 +314,7 @@ class KafkaSource:
         )  # fmt: skip
         with suppress(ck.KafkaException, RuntimeError):
             self._consumer.close()
+        self._uncommitted = {}  # neither the closed consumer nor the group takes them
         self._release_partitions()
         self._consumer, self._assignment = self._connect()
         self._refresh_at = 0.0
