@@ -40,8 +40,6 @@ from hps.tiers.wrappers import MeteredTier, PromotingTier
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Key = tuple[str, int]
-"""A model's name and one of its versions."""
 
 
 class GpuModels:
@@ -58,8 +56,9 @@ class GpuModels:
         self._bridged: list[tuple[Tier, Tier]] = []
         self._bridges: list[Any] = []
         self._host: list[HostCaches] = []
-        self._lanes: dict[Key, list[DeviceLanes]] = {}
-        self._lookups: dict[Key, list[WeakMethod[Callable[[], None]]]] = {}
+        # By the id of the opened model: a version may be loaded again while requests use its former load.
+        self._lanes: dict[int, list[DeviceLanes]] = {}
+        self._lookups: dict[int, list[WeakMethod[Callable[[], None]]]] = {}
         self.replicas: GpuReplicas | None = None
         self.scheduler: NodeScheduler | None = None
 
@@ -107,7 +106,7 @@ class GpuModels:
         ]
         # Weak: the end of a version's last request is seen by its lookups.
         closes = [WeakMethod(lookup.close) for lookup in lookups]
-        self._lookups.setdefault((model.lookup.name, model.lookup.version), []).extend(closes)
+        self._lookups.setdefault(id(model), []).extend(closes)
         return lookups
 
     def paths(
@@ -147,12 +146,12 @@ class GpuModels:
         self, model: OpenedModel, network: OnnxModel, lookups: Sequence[DeviceLookup]
     ) -> list[DeviceLanes]:
         """Return the version's lanes, one set per device, which are made once. Raises ModelError."""
-        of, spec = (model.lookup.name, model.lookup.version), model.spec.dense
+        spec = model.spec.dense
         assert spec is not None
         sent = frozenset(tensor.name for tensor in spec.inputs)
         # The scheduler has lanes of its own; one is left for requests that it cannot run.
         count = 1 if self.schedules() else self._settings.dense.lanes
-        made = self._lanes.setdefault(of, [])
+        made = self._lanes.setdefault(id(model), [])
         for lookup, device in [*zip(lookups, self._chosen.devices, strict=True)][len(made) :]:
             space = lookup.cache.space
             make = partial(DeviceLanes, network, space, device, sent, count)
@@ -228,10 +227,10 @@ class GpuModels:
     def retire(self, model: OpenedModel) -> None:
         """End the batches of a version and free what was prepared for it, once nothing requests it."""
         if self.scheduler is not None:
-            self.scheduler.remove(model.version.name, model.version.version)
-        self._close_version((model.version.name, model.version.version))
+            self.scheduler.remove(model)
+        self._close_version(id(model))
 
-    def _close_version(self, of: Key) -> None:
+    def _close_version(self, of: int) -> None:
         """Free what was prepared for a version's requests; nothing uses it any more."""
         for lanes in self._lanes.pop(of, ()):
             lanes.close()

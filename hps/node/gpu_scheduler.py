@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -69,7 +70,8 @@ class NodeScheduler:
         self._client = self._host.connect()
         resources.callback(self._client.close)
         self._listener: ChannelListener | None = None
-        self._models: dict[str, _Scheduled] = {}
+        # By the id of the opened model: a version may be loaded again while requests use its former load.
+        self._models: dict[int, _Scheduled] = {}
         for cache in caches:
             self._watch(cache)
         for metric, (count, unit) in _METRICS.items():
@@ -98,7 +100,8 @@ class NodeScheduler:
         memory = tier if host.memory is None else TierMeter(self._metrics, host.memory.info.name)
         reporter = FillReporter(columns, host, meter, (tier, memory))
         number = self._host.add_model(columns, batched.submit, reporter)
-        added = _Scheduled(number, describe_network(network))
+        key = f"{model.version.name}/{model.version.version}"
+        added = _Scheduled(key, number, describe_network(network))
         self._host.gather_with(0 if host.pool is None else host.pool.threads)
         try:
             for lookup, device in lookups:
@@ -108,14 +111,14 @@ class NodeScheduler:
         except BaseException:
             self._close(added)
             raise
-        self._models[_key(model.version.name, model.version.version)] = added
+        self._models[id(model)] = added
         return ScheduledModel(
             self._client, number, columns, (meter, tier), remote=False, largest=BATCHES[-1]
         )
 
-    def remove(self, name: str, version: int) -> None:
+    def remove(self, model: OpenedModel) -> None:
         """Remove a version once its batches have ended, and free its lanes. Ignores unknown ones."""
-        if (removed := self._models.pop(_key(name, version), None)) is not None:
+        if (removed := self._models.pop(id(model), None)) is not None:
             self._close(removed)
 
     def _close(self, scheduled: _Scheduled) -> None:
@@ -133,12 +136,14 @@ class NodeScheduler:
         self._resources.callback(self._listener.close)
 
     def describe(self) -> dict[str, Any] | None:
-        """Describe the scheduled models to a process that attaches; None before `listen`."""
+        """Describe the scheduled models to a process that attaches; None before `listen`.
+
+        Of a version that was loaded again, the last load."""
         if self._listener is None:
             return None
         models = {
-            key: {"number": each.number, "network": each.network}
-            for key, each in list(self._models.items())
+            each.key: {"number": each.number, "network": each.network}
+            for each in [*self._models.values()]
         }
         return {"path": str(self._listener.path), "models": models}
 
@@ -146,16 +151,22 @@ class NodeScheduler:
         """Return the counts of each model's version, ready for JSON."""
         return {
             key: {count: unit * counts[source] for count, (source, unit) in _STATUS.items()}
-            for key, model in list(self._models.items())
-            if (counts := self._host.counts(model.number))
+            for key, counts in self._counts().items()
         }
 
     def _values(self, count: str, unit: float) -> Iterator[tuple[tuple[str, ...], float]]:
         """Yield ``count`` of each version in ``unit``, with its labels."""
-        for key, model in list(self._models.items()):
+        for key, counts in self._counts().items():
             name, _, version = key.rpartition("/")
-            if counts := self._host.counts(model.number):
-                yield (name, version), unit * counts[count]
+            yield (name, version), unit * counts[count]
+
+    def _counts(self) -> dict[str, Counter[str]]:
+        """The counts of each version, of all its loads together."""
+        found: dict[str, Counter[str]] = {}
+        for each in [*self._models.values()]:
+            if counts := self._host.counts(each.number):
+                found.setdefault(each.key, Counter()).update(counts)
+        return found
 
     def _add_lane(
         self,
@@ -188,15 +199,12 @@ class NodeScheduler:
 
 @dataclass(frozen=True, slots=True)
 class _Scheduled:
-    """A version in the scheduler: its number, the description of its network, and its lanes."""
+    """A version in the scheduler: ``model/version``, its number, its network's description, its lanes."""
 
+    key: str
     number: int
     network: dict[str, Any]
     lanes: list[NetworkLane] = field(default_factory=list)
-
-
-def _key(name: str, version: int) -> str:
-    return f"{name}/{version}"
 
 
 class _Alone:

@@ -88,7 +88,7 @@ def tables_on_gpu(node):
 
 
 def scheduled(node):
-    return sorted(node.scheduler._models)
+    return sorted(each.key for each in node.scheduler._models.values())
 
 
 def test_loaded_version_is_served_from_the_gpu(config):
@@ -170,6 +170,36 @@ def test_replaced_version_answers_the_requests_in_flight(config, monkeypatch):
             scores = late.result(60).outputs["all"]
         assert int(scores[0, 0]) // STEP == 1
         until(lambda: tables_on_gpu(node) == [2])
+
+
+@pytest.mark.skipif(not COMPILED, reason="the scheduler is part of the compiled core")
+def test_version_is_served_when_its_former_load_is_freed(config, monkeypatch):
+    """A version is loaded again while a request still uses what it had on the GPU before."""
+    begun, end = threading.Event(), threading.Event()
+    answer = SchedulerHost._served
+
+    def wait(host, number):
+        begun.set()
+        assert end.wait(60)
+        return answer(host, number)
+
+    features, dense = request_of(np.arange(200), 3)
+    features["seen"] = JaggedKeys(np.arange(6), 3, None, np.ones(6, np.float32))
+    with opened(config) as node, hps.attach(config) as process, ThreadPoolExecutor(1) as threads:
+        monkeypatch.setattr(SchedulerHost, "_served", wait)
+        late = threads.submit(process.predict, "m", features, dense)
+        assert begun.wait(60)
+        for version in (2, 1):
+            node.load("m", version)
+            until(lambda v=version: version_in(process) == v)
+        until(lambda: scheduled(node) == ["m/1", "m/1"])
+        until(lambda: tables_on_gpu(node) == [1])
+        counts = node.scheduler.status()
+        end.set()
+        assert int(late.result(60).outputs["all"][0, 0]) // STEP == 1
+        until(lambda: scheduled(node) == ["m/1"])
+        assert (version_in(node), version_in(process)) == (1, 1)
+    assert list(counts) == ["m/1"]
 
 
 def test_new_version_has_the_keys_that_were_hot_in_the_old_one(config):
