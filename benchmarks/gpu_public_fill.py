@@ -35,7 +35,7 @@ def write_static_model(folder: Path, rows: int) -> np.ndarray[Any, Any]:
         features=[FeatureSpec(name="t", table="t", hotness=1)],
     )
     vectors = np.random.default_rng(3).random((rows, DIM), np.float32)
-    write_version(folder, spec, 1, {"t": (np.arange(rows), vectors)}, mapped=True)
+    write_version(folder, spec, 1, {"t": (np.arange(rows), vectors)})
     return vectors
 
 

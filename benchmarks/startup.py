@@ -107,7 +107,7 @@ def write_model(root: Path, rows: int, seed: int) -> np.ndarray[Any, Any]:
     chunks = (
         (keys[i : i + _CHUNK], vectors_of(keys[i : i + _CHUNK])) for i in range(0, rows, _CHUNK)
     )
-    write_version(root, spec, 1, {"t": chunks}, mapped=True)
+    write_version(root, spec, 1, {"t": chunks})
     return keys[:: max(1, rows // (_ASKED * _LOOKUPS))].copy()
 
 

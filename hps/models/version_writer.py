@@ -53,7 +53,7 @@ def write_version(
     watermark: Mapping[str, Mapping[str, int]] | None = None,
     replace: bool = False,
     replace_spec: bool = False,
-    mapped: bool = False,
+    mapped: bool = True,
     base: Base = "latest",
     progress: Callable[[int], None] = lambda _rows: None,
 ) -> Path:
@@ -61,7 +61,7 @@ def write_version(
 
     ``tables``: per table of ``spec`` either ``(keys (n,), vectors (n, dim))`` or an iterable of such
     chunks, which is streamed. ``replace``: an existing version may be replaced. ``replace_spec``: a
-    ``model.yaml`` with other contents may be replaced. ``mapped``: write each table's served form, too (see
+    ``model.yaml`` with other contents may be replaced. ``mapped``: also write each table's served form (see
     `mapped_file`). ``base``: the version with which unchanged tables are shared (see `table_sharing`).
     ``progress`` gets the rows of each step."""
     model = Path(root) / spec.name

@@ -1,5 +1,5 @@
 """2,000 small tables in one model, among them an empty one and very narrow and wide ones: imported,
-loaded into RocksDB, answered by a server, and reused at the next start."""
+mapped or loaded into RocksDB, answered by a server, and reused at the next start."""
 
 from __future__ import annotations
 
@@ -49,13 +49,17 @@ def check(vectors) -> None:
 
 
 @pytest.mark.slow
-def test_library_answers_every_table_also_after_a_restart(folder, caplog):
+@pytest.mark.parametrize("mapped", [False, True])
+def test_library_answers_every_table_also_after_a_restart(folder, caplog, mapped):
     caplog.set_level(logging.INFO, "hps.models.loader")
     settings = {
         "models": {"repository": str(folder / "models")},
-        "tiers": {"rocksdb": {"path": str(folder / "library")}},
+        "tiers": {
+            "rocksdb": {"path": str(folder / f"library-{mapped}")},
+            "mapped": {"enabled": mapped},
+        },
     }
-    for loaded in (len(DIMS), 0):
+    for loaded in (0 if mapped else len(DIMS), 0):
         caplog.clear()
         began = time.monotonic()
         with open_node(configuration_from(settings)) as node:

@@ -65,7 +65,6 @@ def import_model(
         metadata={"source": plan.source.name, "format": plan.format, **settings.metadata},
         replace=settings.replace,
         replace_spec=settings.replace_spec,
-        mapped=True,
         base=settings.base,
     )
 

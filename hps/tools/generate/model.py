@@ -59,7 +59,7 @@ def write_model(
 
     tables = {table.name: chunks(i, table.dim) for i, table in enumerate(spec.tables)}
     network = None if spec.dense is None else _network(spec, seed)
-    return write_version(root, spec, 1, tables, dense=network, mapped=True, progress=progress)
+    return write_version(root, spec, 1, tables, dense=network, progress=progress)
 
 
 def _network(spec: ModelSpec, seed: int) -> bytes:

@@ -52,7 +52,7 @@ def repository(tmp_path_factory):
         "user": (keys, np.zeros((2 * ROWS, 8), np.float32)),
         "ad": (np.arange(ROWS), np.zeros((ROWS, 16), np.float32)),
     }
-    write_version(root, spec, 1, tables)
+    write_version(root, spec, 1, tables, mapped=False)
     return root
 
 

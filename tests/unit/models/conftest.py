@@ -37,9 +37,10 @@ def make_rows() -> Callable[..., tuple[Any, Any]]:
 
 @pytest.fixture
 def make_version(tmp_path: Path) -> MakeVersion:
-    """Writes a version with random rows; returns its folder."""
+    """Writes a version with random rows, without mapped files by default; returns its folder."""
 
     def make(version: int = 1, n: int = 100, **settings: Any) -> Path:
+        settings.setdefault("mapped", False)
         described = settings.pop("spec", None) or spec()
         tables = settings.pop("tables", None) or {
             t.name: rows(n, t.dim, seed=version + i) for i, t in enumerate(described.tables)

@@ -190,7 +190,7 @@ def test_mapped_files_are_written_and_verified(tmp_path):
     )
     keys, vectors = np.arange(5000), np.ones((5000, 4), np.float32)
     tables = {"half": (keys, vectors), "none": (keys[:0], np.empty((0, 8)))}
-    folder = write_version(tmp_path, spec, 1, tables, mapped=True)
+    folder = write_version(tmp_path, spec, 1, tables)
     (half,) = folder.glob("tables/half/mapped")
     header = read_header(half)
     assert (header.rows, header.dtype, header.key_bits) == (5000, np.float16, 32)
