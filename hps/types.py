@@ -59,7 +59,8 @@ class EmbeddingTable:
     Compared and hashed by identity: a process has one object per table, and tiers key their state by it.
     ``default`` is ``(dim,)`` of ``dtype``, read-only: the answer for an unknown key.
     ``tombstone_ttl_s`` is the time for which a deletion is kept, so that an older insert that arrives late
-    is dropped. ``key_bits`` is 64, or 32 if only the low 32 bits of a key count (`key_dtype: uint32`)."""
+    is dropped. ``key_bits`` is 64, or 32 if only the low 32 bits of a key count (`key_dtype: uint32`).
+    ``hps_version``: the version in its names in the layout `hps`; 0: its names are HPS's own, without one."""
 
     model: str
     version: int
@@ -70,11 +71,18 @@ class EmbeddingTable:
     miss: MissPolicy = MissPolicy()
     tombstone_ttl_s: float = 86_400.0
     key_bits: Literal[32, 64] = 64
+    hps_version: int = 0
 
     @property
     def id(self) -> str:
         """``model/version/name``: unique within a process; used in stores, logs and metrics."""
         return f"{self.model}/{self.version}/{self.name}"
+
+    @property
+    def hps_name(self) -> str:
+        """The name in HPS's layout: ``<model>.<table>``, with ``@<version>`` unless it is HPS's own."""
+        version = f"@{self.hps_version}" if self.hps_version else ""
+        return f"{self.model}.{self.name}{version}"
 
     @property
     def row_bytes(self) -> int:
@@ -103,13 +111,15 @@ class EmbeddingTable:
         miss: MissPolicy | None = None,
         tombstone_ttl_s: float = 86_400.0,
         key_bits: Literal[32, 64] = 64,
+        hps_version: int = 0,
     ) -> EmbeddingTable:
         """Build a table; ``default`` is a scalar or a vector of ``dim`` values."""
         dt = np.dtype(dtype)
         row = np.ascontiguousarray(np.broadcast_to(np.asarray(default, dt), (dim,)))
         row.flags.writeable = False
+        policy = miss or MissPolicy()
         return EmbeddingTable(
-            model, version, name, dim, dt, row, miss or MissPolicy(), tombstone_ttl_s, key_bits
+            model, version, name, dim, dt, row, policy, tombstone_ttl_s, key_bits, hps_version
         )
 
 

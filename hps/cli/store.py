@@ -111,7 +111,7 @@ def _listed(store: RedisRows | RocksDbRows, models: ConfiguredModels) -> list[di
             {
                 "tier": store.name,
                 "model": name.model,
-                "version": name.version if store.versioned else None,
+                "version": name.version or None,
                 "table": name.name,
                 "rows": rows,
                 "rows_approximate": not exact,
@@ -213,7 +213,7 @@ def _matching(store: RedisRows | RocksDbRows, options: EraseOptions) -> list[Tab
         name
         for name in store.tables()
         if name.model == options.model
-        and (options.version is None or not store.versioned or name.version == options.version)
+        and options.version in (None, name.version or 1)
         and options.table in (None, name.name)
     ]
 

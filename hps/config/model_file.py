@@ -73,7 +73,9 @@ def apply_override(spec: ModelSpec, override: ModelOverride | None) -> ModelSpec
             table |= table_override.model_dump(
                 include={"default", "miss_policy", "tombstone_ttl_s"}, exclude_none=True
             )
-    data |= override.model_dump(include={"dense", "max_batch_size"}, exclude_none=True)
+    data |= override.model_dump(
+        include={"dense", "max_batch_size", "hps_version"}, exclude_none=True
+    )
 
     def where(key: KeyPath) -> str:
         path = (*base, "tables", names[int(key[1])]) if key[:1] == ("tables",) else base

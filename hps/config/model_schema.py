@@ -229,6 +229,8 @@ class ModelSpec(StrictModel):
     """The network; a model without one answers embedding lookups only."""
     max_batch_size: int = Field(65_536, ge=1)
     """Largest batch of one request."""
+    hps_version: int = Field(1, ge=1)
+    """The version with HPS's own names in stores of layout `hps`; names of others have their number."""
 
     def violations(self) -> Iterator[ConfigFinding]:
         tables = [t.name for t in self.tables]

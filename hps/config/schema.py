@@ -87,6 +87,8 @@ class ModelOverride(StrictModel):
     """Replaces the model's `dense` section."""
     max_batch_size: int | None = Field(None, ge=1)
     """Largest batch of one request."""
+    hps_version: int | None = Field(None, ge=1)
+    """The version with HPS's own names in stores of layout `hps`."""
 
 
 class ModelsSettings(StrictModel):

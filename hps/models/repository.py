@@ -43,6 +43,8 @@ class LegacySource(Protocol):
     def spec(self) -> ModelSpec: ...
     @property
     def directories(self) -> Mapping[str, Sequence[Path]]: ...
+    @property
+    def version(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class ModelVersion:
         return tables
 
     def _embedding_table(self, spec: TableSpec) -> EmbeddingTable:
+        has_hps_names = self.version == self.spec.hps_version
         return EmbeddingTable.make(
             spec.name,
             spec.dim,
@@ -125,6 +128,7 @@ class ModelVersion:
             miss=MissPolicy(spec.miss_policy.kind, spec.miss_policy.min_hit_rate),
             tombstone_ttl_s=spec.tombstone_ttl_s,
             key_bits=32 if spec.key_dtype == "uint32" else 64,
+            hps_version=0 if has_hps_names else self.version,
         )
 
 
@@ -281,12 +285,14 @@ def check_unchanged(served: ModelVersion, found: ModelVersion) -> None:
             continue
         if path in now and entry is not None and checksum_file(path) == entry.checksum:
             continue
-        changed.append(str(path.relative_to(served.folder)))
+        inside = path.is_relative_to(served.folder)
+        changed.append(str(path.relative_to(served.folder)) if inside else path.name)
     if changed:
         raise ModelError(
             f"version {served.version} of model '{served.name}' is served, and its files were changed "
             f"after it was loaded: {', '.join(sorted(changed))}. Files of a version must not change: "
-            "publish them as a new version (`hps model import`) and load that, or restore the previous files"
+            "publish them as a new version (`hps model import`; in a ps.json, another `version`) and load "
+            "that, or restore the previous files"
         )
 
 
@@ -310,7 +316,7 @@ def _size_and_time(stamp: FileStamp | None) -> list[int] | None:
 
 
 def open_legacy(model: LegacySource) -> ModelVersion:
-    """Open a `ps.json` model as version 1; its HugeCTR directories are read in place."""
+    """Open a version of a `ps.json` model; its HugeCTR directories are read in place."""
     tables = {}
     for spec in model.spec.tables:
         folders = model.directories.get(spec.name)
@@ -320,4 +326,6 @@ def open_legacy(model: LegacySource) -> ModelVersion:
         tables[spec.name] = open_fused(spec.name, parts)
     digest = digest_of({n: t.digest for n, t in tables.items()})
     folder = next(iter(tables.values())).folder.parent
-    return ModelVersion(model.spec.name, 1, model.spec, folder, tables, None, None, digest)
+    return ModelVersion(
+        model.spec.name, model.version, model.spec, folder, tables, None, None, digest
+    )

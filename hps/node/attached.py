@@ -13,16 +13,19 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hps.config import Configuration, Settings, as_configuration
+from hps.config.ps_json.legacy import LegacyModel
 from hps.config.store_settings import GuardSettings
 from hps.errors import ConfigError, ModelError, TierError, TierMisfit
+from hps.models.ps_json import PsJsonModels
 from hps.models.repository import ModelVersion
 from hps.native import WorkerPool
 from hps.node.gpu_models import GpuModels
-from hps.node.model_opening import OpenedModel, open_model, open_versions, tables_of
+from hps.node.model_opening import OpenedModel, open_model, tables_of, version_openers
 from hps.node.scheduler_client import NodeSchedulerClient
 from hps.node.serving_context import (
     ServingContext,
@@ -188,8 +191,8 @@ class _AttachBuilder:
     def _open(self, name: str, number: int) -> OpenedVersion:
         """Open the version that the node serves, even when the repository has a newer one."""
         with ExitStack() as own:
-            versions = open_versions(self._configuration, {name: number})
-            (version,) = [each for each in versions if each.name == name]
+            configuration = replace(self._configuration, legacy=self._ps_json_models(), path=None)
+            version = version_openers(configuration, {name: number})[name]()
             self._require_same(version)
             scheduled = self._scheduler.find(name, number)
             network = None if scheduled is None else scheduled.network
@@ -216,6 +219,13 @@ class _AttachBuilder:
 
     def _closed(self, model: OpenedModel) -> None:
         self._opened = [each for each in self._opened if each is not model]
+
+    def _ps_json_models(self) -> tuple[LegacyModel, ...]:
+        """The versions of a `ps.json` that the node knows; the file may have others by now."""
+        if not self._configuration.legacy:
+            return ()
+        with closing(NodeConnectionPool(self._path)) as connections:
+            return PsJsonModels.from_json(connections.ask("ps_json"))
 
     def _require_same(self, version: ModelVersion) -> None:
         """Raise ModelError when the version's files are not those that the node has loaded."""

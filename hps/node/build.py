@@ -14,6 +14,8 @@ from typing import Any
 from hps.config import Configuration, Settings, as_configuration
 from hps.config.runtime_folder import with_shared_cache
 from hps.errors import ConfigError
+from hps.models.ps_json import ps_json_models, repository_with
+from hps.models.remote import CancelOn
 from hps.node.caches import NodeCaches
 from hps.node.gpu_caches import NodeGpus
 from hps.node.model_control import ModelControl
@@ -75,7 +77,7 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
         for version in versions:
             opened.append(open_model(version, settings, resources, reuse=tables_of(opened)))
         chosen = choices, file
-        builder = _NodeBuilder(settings, opened, chosen, progress or NoProgress(), resources)
+        builder = _NodeBuilder(configuration, opened, chosen, progress or NoProgress(), resources)
         node = builder.node((*configuration.warnings, *(w for v in versions for w in v.warnings)))
         node._resources.push(resources.pop_all())
         return node
@@ -89,13 +91,15 @@ class _NodeBuilder:
 
     def __init__(
         self,
-        settings: Settings,
+        configuration: Configuration,
         opened: list[OpenedModel],
         chosen: tuple[Mapping[str, VersionChoice], ChoiceFile],
         progress: Progress,
         resources: ExitStack,
     ) -> None:
-        self._settings = settings
+        self._configuration = configuration
+        self._settings = settings = with_shared_cache(configuration.settings)
+        self._ps_json = ps_json_models(configuration)
         self._opened = opened
         self._choices, self._file = chosen
         self._progress = progress
@@ -141,8 +145,11 @@ class _NodeBuilder:
         )
         switcher = VersionSwitcher(parts, node, attached, later, self._file, self._choices)
         self._resources.callback(switcher.close)
-        node.control = control = ModelControl(parts, node, switcher)
-        RepositoryWatch(self._settings, control.repository, control, self._resources)
+        until_closed = CancelOn(switcher.closed)
+        repository = repository_with(self._ps_json, self._configuration, until_closed)
+        node.control = control = ModelControl(parts, node, switcher, repository)
+        described = self._ps_json.current
+        RepositoryWatch(self._settings, repository, control, self._resources, described)
         self._resources.callback(
             switcher.closed.set
         )  # before the watch ends, which may wait for a load
@@ -207,6 +214,7 @@ class _NodeBuilder:
             {
                 "node": lambda _question: about,
                 "versions": lambda _question: attached.fingerprints,
+                "ps_json": lambda _question: self._ps_json.as_json(),
                 "ages": lambda _question: {t.id: node.streams.age_s(t) for t in self._tables},
             },
         )

@@ -19,14 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from hps.errors import BadRequest, HpsError, NotFound, Unavailable, Unsupported
-from hps.models.remote import CancelOn, repository_of
-from hps.models.repository import ModelVersion, check_unchanged
+from hps.errors import BadRequest, HpsError, NotFound, Unavailable
+from hps.models.repository import ModelVersion, Repository, check_unchanged
 from hps.node.node import Node
 from hps.node.served_versions import LATEST, check_label
 from hps.node.version_choice import VersionChoice, policy_of
 from hps.node.version_loader import NodeParts
-from hps.node.version_start import single_version_reason
 from hps.node.version_switcher import VersionSwitcher
 from hps.observability import metric_names as m
 from hps.types import Progress
@@ -39,16 +37,13 @@ class ModelControl:
 
     Any thread may call it; changes run one at a time."""
 
-    def __init__(self, parts: NodeParts, node: Node, switcher: VersionSwitcher) -> None:
-        self._settings = settings = parts.settings
+    def __init__(
+        self, parts: NodeParts, node: Node, switcher: VersionSwitcher, repository: Repository
+    ) -> None:
+        self._settings = parts.settings
         self._node = node
         self._switcher = switcher
-        models, cancel = settings.models, CancelOn(switcher.closed)
-        self.repository = repository_of(models, cancel)
-        root = self.repository.root
-        self._legacy = {
-            m.version.name for m in parts.opened if root not in m.version.folder.parents
-        }
+        self.repository = repository
         self._listed: dict[str, list[int]] = {}
         self.problems: dict[str, str] = {}
         """Versions of a watched repository that could not be served, by model."""
@@ -105,13 +100,12 @@ class ModelControl:
         ``switch``: in place of the current version; else beside it, by its number and ``labels``. Does
         nothing if that version is served already, from the same files. Raises ``NotFound``,
         ``ModelError`` for files that are damaged or were changed after they were loaded,
-        ``ConfigError``, ``TierError``, ``Unsupported`` where models cannot change, or ``Unavailable``
+        ``ConfigError``, ``TierError``, or ``Unavailable``
         when the update streams do not catch up, here or in a Redis that other processes feed; nothing
         has changed then."""
         labelled = [check_label(each) for each in labels]
         with self._change(), self._count_failures(name):
             found = self._open_version(name, version)
-            self._require_possible(name)
             if (served := self._switcher.served(name, found.version)) is not None:
                 check_unchanged(self._switcher.opened_model(served).version, found)
             former = self._switcher.choices.get(name)
@@ -145,10 +139,8 @@ class ModelControl:
     def unload(self, name: str, version: str | int | None = None) -> None:
         """Stop serving a model, or one version of it. Rows stay in the stores.
 
-        Raises ``NotFound``, ``BadRequest`` for the current version while others are served, and
-        ``Unsupported``."""
+        Raises ``NotFound``, and ``BadRequest`` for the current version while others are served."""
         with self._change():
-            self._require_possible(name)
             found = self._node.models.find(name, version)
             others = [each for each in self._node.models.of(name) if each is not found]
             if version in (None, "") or not others:
@@ -170,10 +162,9 @@ class ModelControl:
     def label(self, name: str, label: str, version: str | int | None) -> None:
         """Give a served version a label, in place of the version that has it; None: remove the label.
 
-        Raises ``BadRequest`` for an invalid label, ``NotFound`` and ``Unsupported``."""
+        Raises ``BadRequest`` for an invalid label, and ``NotFound``."""
         check_label(label)
         with self._change():
-            self._require_possible(name)
             number = self._node.models.find(name, version).version
             choice = self._switcher.choices[name]
             labels = {each: n for each, n in choice.labels.items() if each != label}
@@ -192,9 +183,8 @@ class ModelControl:
         """Make a served version the current one, by its number or label; returns its number.
 
         ``latest``: the highest served one, and from then on newer ones of a watched repository. Raises
-        ``NotFound``, ``Unsupported``, or ``Unavailable`` as `load`."""
+        ``NotFound``, or ``Unavailable`` as `load`."""
         with self._change():
-            self._require_possible(name)
             number = self._node.models.find(name, version).version
             follows = version == LATEST
             choice = self._switcher.choices[name].switched(number, follows=follows)
@@ -207,7 +197,6 @@ class ModelControl:
         It is ready for `models.rollback_s` after the switch, and loaded again later. Raises
         ``NotFound`` if there is no previous version, and as `load`."""
         with self._change(), self._count_failures(name):
-            self._require_possible(name)
             self._node.models.find(name)
             choice = self._switcher.choices[name]
             number = choice.previous
@@ -233,10 +222,8 @@ class ModelControl:
         """Serve what the policy chooses of ``published``, the complete versions, which ascend.
 
         Each version that could not be loaded is a problem of the model; the others are served. Versions
-        whose folder was removed are unloaded, but never the last one. Raises Unsupported where models
-        cannot change, and the repository's errors."""
+        whose folder was removed are unloaded, but never the last one. Raises the repository's errors."""
         with self._change():
-            self._require_possible(name)
             policy = policy_of(self._settings, name)
             choice, found = self._switcher.choices.get(name), frozenset(policy.select(published))
             problems = []
@@ -318,12 +305,3 @@ class ModelControl:
         except HpsError:
             self._node.metrics.counter(m.MODEL_LOADS, name, "failed").add()
             raise
-
-    def _require_possible(self, name: str) -> None:
-        reason = ""
-        if several := single_version_reason(self._settings):
-            reason = several
-        elif name in self._legacy:
-            reason = f"'{name}' is a model of a ps.json, which has no versions"
-        if reason:
-            raise Unsupported(f"{reason}; start the server again, one replica after the other")

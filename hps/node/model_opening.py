@@ -6,21 +6,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hps.config import Configuration, Settings, apply_override
+from hps.config import Configuration, Settings
 from hps.config.model_schema import ModelSpec
-from hps.config.ps_json.legacy import LegacyModel
 from hps.config.repository_uri import Location, RepositoryUri
 from hps.config.schema import ModelOverride
 from hps.dense.base import DenseModel
 from hps.dense.network_factory import NetworkSpec, check_local_network, open_network
 from hps.errors import ConfigError, HpsError
 from hps.lookup.base import Feature, LookupModel
-from hps.models.remote import repository_of
-from hps.models.repository import SPEC_FILE, ModelVersion, Repository, open_legacy
+from hps.models.ps_json import ps_json_models, repository_with
+from hps.models.repository import SPEC_FILE, ModelVersion, Repository
 from hps.predict.network_inputs import check_wiring, fed_tensors, served_tensors
 from hps.types import EmbeddingTable, Progress
 
@@ -49,10 +48,11 @@ def version_openers(
     settings = configuration.settings.models
     overrides: Mapping[str, ModelOverride] = settings.serve or {}
     openers: dict[str, Callable[[], ModelVersion]] = {}
-    repository = repository_of(settings, progress)
+    repository = repository_with(ps_json_models(configuration), configuration, progress)
     for legacy in configuration.legacy:
         name = legacy.spec.name
-        openers[name] = partial(_open_legacy, legacy, overrides.get(name))
+        version = (chosen or {}).get(name)
+        openers[name] = partial(repository.open, name, version, overrides.get(name))
     if chosen is not None:
         names = list(chosen)
     elif settings.serve is None and not (openers and is_missing(settings.repository)):
@@ -86,11 +86,6 @@ def _no_model(repository: Location) -> str:
             message + f"folder '{folders[0]}' has no {SPEC_FILE}: add it, or import the model again"
         )
     return message + "make one with `hps model import` or set models.repository"
-
-
-def _open_legacy(legacy: LegacyModel, override: ModelOverride | None) -> ModelVersion:
-    version = open_legacy(legacy)
-    return replace(version, spec=apply_override(version.spec, override))
 
 
 def _described(

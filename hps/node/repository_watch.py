@@ -6,7 +6,7 @@ that is being copied is not opened. What is served of a model is the settings' p
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Collection, Hashable
 from contextlib import ExitStack
 
 from hps.config import Settings
@@ -32,8 +32,10 @@ class RepositoryWatch:
         repository: Repository,
         control: ModelControl,
         resources: ExitStack,
+        described: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        self._chosen = settings.models.serve
+        """``described``: models that are followed whatever `models.serve` names."""
+        self._chosen, self._described = settings.models.serve, described
         self._repository, self._control = repository, control
         self._seen: dict[str, Stamps] = {}
         self._followed: dict[str, Stamps] = {}
@@ -53,7 +55,7 @@ class RepositoryWatch:
             return
         self._report("")
         for name in names:
-            if self._chosen is None or name in self._chosen:
+            if self._chosen is None or name in {*self._chosen, *self._described()}:
                 self._check(name)
 
     def _check(self, name: str) -> None:

@@ -110,6 +110,20 @@ def chosen_by_settings(settings: Settings, name: str, available: list[int]) -> V
     return VersionChoice(max(found, default=available[-1]), by_policy=frozenset(found))
 
 
+def chosen_beside(
+    settings: Settings, name: str, available: list[int], current: int
+) -> VersionChoice:
+    """As `chosen_by_settings`, for a model of a `ps.json`, which has version ``current``."""
+    chosen = chosen_by_settings(settings, name, available)
+    if stated_version(settings, name) is not None:
+        return chosen
+    policy = policy_of(settings, name)
+    several = policy.all or policy.specific or policy.latest > 1
+    return VersionChoice(
+        current, by_policy=chosen.by_policy | {current} if several else frozenset({current})
+    )
+
+
 class ChoiceFile:
     """The choices of one node, by model, in a file that only this node writes. Not thread-safe.
 

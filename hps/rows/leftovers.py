@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from hps.errors import NotFound
+from hps.errors import ModelError, NotFound
 from hps.models.repository import Repository
 from hps.rows.tiers import parse_family
 
@@ -36,5 +36,5 @@ def unserved_families(
 def _versions(repository: Repository, model: str) -> list[int]:
     try:
         return repository.versions(model)
-    except NotFound:
+    except (ModelError, NotFound):  # also without a repository, beside a ps.json
         return []

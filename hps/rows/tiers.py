@@ -32,7 +32,7 @@ _FAR = [sign << bits for bits in range(2, 63, 4) for sign in (1, -1)]
 _DROPPED = 16
 _NAME = r"[\w-]+"
 _FAMILY = re.compile(rf"(?P<model>{_NAME})/(?P<version>\d+)/(?P<name>{_NAME})")
-_HPS_FAMILY = re.compile(rf"hps_et\.(?P<model>{_NAME})\.(?P<name>{_NAME})")
+_HPS_FAMILY = re.compile(rf"hps_et\.(?P<model>{_NAME})\.(?P<name>{_NAME})(?:@(?P<version>\d+))?")
 
 
 class TierRows:
@@ -216,7 +216,9 @@ class RedisRows(TierRows):
 
 def placeholder_table(name: TableName, dim: int) -> EmbeddingTable:
     """Make a table object for a table that is not configured, to count or erase its rows."""
-    return EmbeddingTable.make(name.name, dim, model=name.model, version=name.version)
+    return EmbeddingTable.make(
+        name.name, dim, model=name.model, version=name.version, hps_version=name.version
+    )
 
 
 def _other(layout: Layout) -> Layout:
@@ -224,8 +226,9 @@ def _other(layout: Layout) -> Layout:
 
 
 def table_name_in(table: EmbeddingTable, layout: Layout) -> TableName:
-    """Return the name of a table in a layout; in HPS's it has no version."""
-    return TableName(table.model, 0 if layout == "hps" else table.version, table.name)
+    """Return the name of a table in a layout; HPS's own names have version 0."""
+    version = table.hps_version if layout == "hps" else table.version
+    return TableName(table.model, version, table.name)
 
 
 def parse_family(family: str, layout: Layout) -> TableName | None:
@@ -234,7 +237,7 @@ def parse_family(family: str, layout: Layout) -> TableName | None:
     found = pattern.fullmatch(family)
     if found is None:
         return None
-    return TableName(found["model"], int(found.groupdict().get("version") or 0), found["name"])
+    return TableName(found["model"], int(found["version"] or 0), found["name"])
 
 
 def _joined(parts: Iterable[TableRows], size: int) -> Iterator[TableRows]:

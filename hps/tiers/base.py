@@ -54,7 +54,7 @@ POOLED_DTYPES = frozenset({np.dtype(np.float32), np.dtype(np.float16)})
 
 @dataclass(frozen=True, slots=True)
 class TableName:
-    """A table's model, version and name; ``version`` is 0 in the ``hps`` layout, which has none."""
+    """A table's model, version and name; ``version`` is 0 for HPS's own names in the ``hps`` layout."""
 
     model: str
     version: int

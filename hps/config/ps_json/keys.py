@@ -150,6 +150,7 @@ KEYS: tuple[PsKey, ...] = (
     PsKey(U, "max_commit_interval", "int", 32, "Messages between commits.", "the stores keep their stream positions with the rows"),
 
     PsKey(M, "model", "text", REQUIRED, "The model's name."),
+    PsKey(M, "version", "int", 1, "Not a key of HPS, which ignores it: the number of the version that these files are. A running node reads the file again when it is asked to load the model ([above](#another-version-while-a-node-serves))."),
     PsKey(M, "sparse_files", "list", REQUIRED, "One folder (`key`, `emb_vector`) per table. Local folders only.", items="path"),
     PsKey(M, "dense_file", "path", "", "HugeCTR's dense weights.", DENSE),
     PsKey(M, "network_file", "path", "", "HugeCTR's network (HPS ignores it too).", DENSE),

@@ -18,6 +18,7 @@ class LegacyModel:
 
     spec: ModelSpec
     directories: Mapping[str, tuple[Path, ...]]
+    version: int = 1
 
 
 @dataclass(frozen=True)

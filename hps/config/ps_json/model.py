@@ -148,7 +148,10 @@ class PsModel:
                 if at is not None:
                     self._reader.wrong((*self.path, *at), problem.message)
             return None
-        return LegacyModel(spec, {table.name: table.folders for table in self.tables})
+        version = int(self.values["version"])
+        if version < 1:
+            self._wrong("version", f"expected a number from 1, found {version}")
+        return LegacyModel(spec, {table.name: table.folders for table in self.tables}, version)
 
     def _ps_path(self, path: KeyPath) -> KeyPath | None:
         """The key of the ``ps.json`` behind a path of the model's description.

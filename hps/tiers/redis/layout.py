@@ -15,6 +15,8 @@ floors      ``…}f``: versions of evicted rows, a string
 metadata    ``hps:{<model>/<version>/<table>}m``              ``hps_et{hps_et.<model>.<table>}m``
 ==========  ================================================  ====================================
 
+In the layout ``hps``, ``<table>`` ends with ``@<version>`` for versions without HPS's own names.
+
 A field is the key's 8 little-endian bytes; in the ``hps`` layout 4 with 32-bit keys. A value is versioned
 in the ``native`` layout and a bare row in the other (`hps.tiers.row_values`). A stamp is the count of uses
 in decimal (``least_used``) or the last use as 8 bytes of little-endian Unix seconds (``oldest``).
@@ -94,7 +96,7 @@ class TableLayout:
         self.partitions = partitions
         self.values = RowValueCodec(table, layout)
         self.key_bytes = 4 if layout == "hps" and table.key_bits == 32 else 8
-        stem = _stem(layout, TableName(table.model, table.version, table.name))
+        stem = _stem(layout, table)
         self.metadata_key = f"{stem}}}m".encode()
         self._names = [f"{stem}/p{i}}}".encode() for i in range(partitions)]
         self.rows_keys = [name + b"v" for name in self._names]
@@ -259,7 +261,7 @@ def stamp_value(policy: Policy, stored: bytes) -> int:
 # -- names ----------------------------------------------------------------------------------------
 
 _NATIVE = re.compile(r"hps:\{([\w-]+)/(\d+)/([\w-]+)(?:/p(\d+))?\}([vtomuf])")
-_HPS = re.compile(r"hps_et\{hps_et\.([\w-]+)\.([\w-]+)(?:/p(\d+))?\}([vtomuf])")
+_HPS = re.compile(r"hps_et\{hps_et\.([\w-]+)\.([\w-]+)(?:@(\d+))?(?:/p(\d+))?\}([vtomuf])")
 
 
 class KeyName(NamedTuple):
@@ -280,10 +282,9 @@ def parse_key(layout: Layout, key: bytes) -> KeyName | None:
     else:
         if not (match := _HPS.fullmatch(text)):
             return None
-        model, name, partition, kind = match.groups()
-        version = "0"
+        model, name, version, partition, kind = match.groups()
     at = None if partition is None else int(partition)
-    return KeyName(TableName(model, int(version), name), at, kind)
+    return KeyName(TableName(model, int(version or 0), name), at, kind)
 
 
 def scan_pattern(layout: Layout, model: str | None = None) -> str:
@@ -293,7 +294,7 @@ def scan_pattern(layout: Layout, model: str | None = None) -> str:
     return f"hps_et{{hps_et.{model or '*'}.*}}[vtomuf]"
 
 
-def _stem(layout: Layout, table: TableName) -> str:
+def _stem(layout: Layout, table: EmbeddingTable) -> str:
     if layout == "native":
-        return f"hps:{{{table.model}/{table.version}/{table.name}"
-    return f"hps_et{{hps_et.{table.model}.{table.name}"
+        return f"hps:{{{table.id}"
+    return f"hps_et{{hps_et.{table.hps_name}"

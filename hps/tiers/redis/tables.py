@@ -241,7 +241,7 @@ class RedisTables:
             key
             for key in dict.fromkeys(self.keys(model))
             if (parsed := parse_key(self._layout, key))
-            and (version is None or parsed.table.version == version or self._layout == "hps")
+            and (version is None or parsed.table.version == version)
             and (name is None or parsed.table.name == name)
         ]
         unlinked = self._client.call_all([(key, ("UNLINK", key)) for key in chosen])

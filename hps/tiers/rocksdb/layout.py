@@ -24,8 +24,8 @@ _SIGN = np.uint64(1 << 63)
 
 
 def family_name(table: EmbeddingTable, layout: Layout) -> str:
-    """Return the name of the table's column family; in the ``hps`` layout without a version."""
-    return f"hps_et.{table.model}.{table.name}" if layout == "hps" else table.id
+    """Return the name of the table's column family."""
+    return f"hps_et.{table.hps_name}" if layout == "hps" else table.id
 
 
 class RowCodec(RowValueCodec):

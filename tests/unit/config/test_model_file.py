@@ -188,7 +188,7 @@ def test_mistakes_at_every_level_are_reported_at_once(path: Path) -> None:
 def test_empty_or_non_mapping_file_is_rejected(path: Path) -> None:
     assert len(mistakes(path, "")) == 2
     assert mistakes(path, "- a") == [f"{path}: expected a mapping with name, tables, features, dense, "
-                                     "max_batch_size, found ['a']"]  # fmt: skip
+                                     "max_batch_size, hps_version, found ['a']"]  # fmt: skip
 
 
 def test_preprocessing_is_rejected(path: Path) -> None:

@@ -84,7 +84,7 @@ def gpu_of(node):
 
 def tables_on_gpu(node):
     """The versions with tables in the GPU cache."""
-    return sorted({table.version for table in gpu_of(node).caches[0]._tables})
+    return sorted({table.version for table in list(gpu_of(node).caches[0]._tables)})
 
 
 def scheduled(node):

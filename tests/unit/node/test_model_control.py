@@ -513,10 +513,3 @@ def test_version_that_does_not_catch_up_is_not_served(settings, repository):
         assert streams.tables_set == [{2}, {1}]
         streams.why = ""
         assert node.load("words") == 2
-
-
-def test_load_raises_unsupported_where_models_cannot_change(settings, repository, tmp_path):
-    write(repository, 2)
-    settings["tiers"]["rocksdb"]["layout"] = "hps"
-    with hps.open(settings) as node, pytest.raises(Unsupported, match="layout 'hps'"):
-        node.load("words", 1)
