@@ -117,18 +117,18 @@ class ModelVersion:
         return tables
 
     def _embedding_table(self, spec: TableSpec) -> EmbeddingTable:
-        has_hps_names = self.version == self.spec.hps_version
+        version = self.manifest.origin(spec.name).version if self.manifest else self.version
         return EmbeddingTable.make(
             spec.name,
             spec.dim,
             model=self.name,
-            version=self.manifest.origin(spec.name).version if self.manifest else self.version,
+            version=version,
             dtype=np.dtype(spec.dtype),
             default=spec.default,
             miss=MissPolicy(spec.miss_policy.kind, spec.miss_policy.min_hit_rate),
             tombstone_ttl_s=spec.tombstone_ttl_s,
             key_bits=32 if spec.key_dtype == "uint32" else 64,
-            hps_version=0 if has_hps_names else self.version,
+            hps_version=0 if version == self.spec.hps_version else version,
         )
 
 

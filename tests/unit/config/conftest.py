@@ -55,7 +55,7 @@ class Ps:
         """A configuration without its warnings and origins."""
         return (
             configuration.settings.model_dump(),
-            [(m.spec.model_dump(), dict(m.directories)) for m in configuration.legacy],
+            [(m.spec.model_dump(), dict(m.directories), m.version) for m in configuration.legacy],
         )
 
     def mistakes(self, document: Any) -> list[str]:

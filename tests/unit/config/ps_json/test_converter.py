@@ -122,6 +122,7 @@ VARIED: dict[str, tuple[Any, Any]] = {
     "volatile_db": ({"type": "hash_map", "initialize_after_startup": False}, {"type": "hash_map"}),
     "persistent_db": ({"type": "rocks_db"}, {}),
     "models[].model": ("a", "b"),
+    "models[].version": (1, 2),
     "models[].sparse_files": (["t0", "t1"], ["t1", "t0"]),
     "models[].max_batch_size": (64, 65),
     "models[].gpucache": (True, False),
