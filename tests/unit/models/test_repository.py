@@ -262,6 +262,8 @@ class TestDigest:
 
 
 class Legacy:
+    version = 1
+
     def __init__(self, spec, directories):
         self.spec = spec
         self.directories = directories
