@@ -174,6 +174,7 @@ class TestLegacy:
         folder.mkdir()
 
         class Model:
+            version = 1
             spec = USERS.model_copy(update={"name": "old"})
             directories = {"users": (folder,)}  # noqa: RUF012
 
