@@ -16,6 +16,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from hps.errors import DeadlineExceeded, Unavailable
 
+SWITCH_S = 1e-4
+"""Interval of `sys.setswitchinterval` for processes in which a thread works beside requests: these need not
+wait for Python's usual 5 ms."""
 T = TypeVar("T")
 U = TypeVar("U")
 _STATE_DONE = "FINISHED"  # the state in concurrent.futures, which asyncio and wait() read

@@ -220,14 +220,23 @@ class NodeCaches:
     ) -> str:
         """Add a version's tables to the caches, next to those of the ``kept`` versions.
 
-        They are filled with the rows that are hot in the ``old`` version. Tables that it shares with another
-        version are there already. Returns a warning or ""."""
+        They are filled with the rows that are hot in the ``old`` version, the CPU cache with ``_FIRST_BYTES``
+        of mapped tables, as at a start. Tables that it shares with another version are there already. Returns
+        a warning or ""."""
         others = tables_of(kept)
         warnings = [self._add_to_cpu_cache(model, others), self._devices.add(model, kept)]
         warming = CacheWarmup(self._writer, progress)
-        for table in self._stores.unshared_tables(model):
+        new = self._stores.unshared_tables(model)
+        mapped_bytes = sum(
+            t.row_bytes * self._stores.rows(t) for t in new if self._stores.is_mapped(t)
+        )
+        for table in new:
             before = None if old is None else old.tables.get(table.name)
-            self._warm_added(warming, table, model.version.tables[table.name], before)
+            files = model.version.tables[table.name]
+            most = files.rows
+            if self._stores.is_mapped(table):
+                most = int(files.rows * min(1.0, _FIRST_BYTES / max(1, mapped_bytes)))
+            self._warm_added(warming, table, files, before, most)
         return "; ".join(filter(None, warnings))
 
     def _add_to_cpu_cache(self, model: OpenedModel, other_tables: Sequence[EmbeddingTable]) -> str:
@@ -252,11 +261,19 @@ class NodeCaches:
         table: EmbeddingTable,
         files: TableFiles,
         old: EmbeddingTable | None,
+        most: int,
     ) -> None:
-        """Fill the caches of an added table with the rows that are hot in the ``old`` one."""
+        """Fill the caches of an added table with the rows that are hot in the ``old`` one.
+
+        The CPU cache gets at most ``most`` rows, unless a GPU cache takes more."""
         if table in self._devices.static and not self._fill_static(warming, table, files):
             return
-        rows = min(files.rows, max((self._wanted(c, table) for c in self.statuses), default=0))
+        wanted = (
+            min(most, n) if c is self.in_memory else n
+            for c in self.statuses
+            if (n := self._wanted(c, table))
+        )
+        rows = min(files.rows, max(wanted, default=0))
         hot = None if old is None or not rows else self._ranking().top_k(old, rows)[0]
         if hot is not None and len(hot) and rows < files.rows:
             self._fill_hottest(warming, table, hot)

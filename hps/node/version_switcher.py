@@ -22,13 +22,12 @@ from hps.node.version_loader import LoadedModel, NodeParts, VersionLoader
 from hps.node.version_retirement import LastRequest, ReplacedVersion, VersionRetirement
 from hps.observability import metric_names as m
 from hps.periodic import PeriodicThread
+from hps.threads import SWITCH_S
 from hps.tiers.node import AttachedProcesses, LoadedVersion
 from hps.types import Progress
 
 log = logging.getLogger(__name__)
 _EXPIRE_EVERY_S = 0.5
-# A load holds the interpreter lock in pieces of 0.1 ms: requests need not wait for Python's usual 5 ms.
-_SWITCH_S = 1e-4
 
 Key = tuple[str, int]
 """A model's name and one of its versions."""
@@ -120,7 +119,7 @@ class VersionSwitcher:
         started = time.monotonic()
         if found is not None:
             self.loading = {**self.loading, name: found.version}
-            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+            sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         try:
             with ExitStack() as undo:
                 loaded = self._load(found, choice, undo, progress)

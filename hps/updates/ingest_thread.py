@@ -11,14 +11,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from hps.errors import HpsError
-from hps.threads import run_into
+from hps.threads import SWITCH_S, run_into
 from hps.updates.ingestor import BACKOFF, POLL_S, Ingestor
 from hps.updates.source import UpdateSource
 
 log = logging.getLogger(__name__)
-
-# Ingest holds the interpreter lock in pieces of 0.1 ms: requests need not wait for Python's usual 5 ms.
-_SWITCH_S = 1e-4
 
 
 class IngestThread:
@@ -34,7 +31,7 @@ class IngestThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._thread.start()
 
     @property
