@@ -161,12 +161,13 @@ class Measured:
             }
 
 
-def capacity(side: Side, rows: int, load: list[str]) -> float:
+def capacity(side: Side, rows: int, load: list[str], workers: int = 0) -> float:
     """Requests a second of closed loops, the median of three runs."""
+    callers = max(CALLERS, 4 * workers)
     found = []
     for _ in range(3):
         made = kinds(rows, ours=side.name == "hps")
-        with open_load(side.address, made, 0, connections=CALLERS, prefix=load) as running:
+        with open_load(side.address, made, 0, connections=callers, prefix=load) as running:
             time.sleep(CAPACITY_S)
         ends = np.sort(running.records["end"])
         found.append(len(ends) / (ends[-1] - running.records["sent"].min()) * 1e9)
@@ -254,7 +255,7 @@ def run(options: Options) -> Report:
     size = QUICK_GIGABYTES if quick else extra.get("gigabytes") or GIGABYTES
     rows = rows_of(size)
     other = QUICK_GIGABYTES if quick else size * OTHER_GIGABYTES / GIGABYTES
-    gpu = has_gpu()
+    gpu = has_gpu() and not extra.get("no_gpu")
     report = Report(
         figures={"rows": rows, "gpu": gpu, "versions": versions("numpy", "onnxruntime")}
     )
@@ -284,7 +285,7 @@ def _switches(
 ) -> None:
     total = QUICK_SWITCHES if options.quick else options.extra.get("switches") or SWITCHES
     each = min(SWITCHES_A_ROUND, total // 4)
-    rate = SHARE * capacity(side, rows, load)
+    rate = SHARE * capacity(side, rows, load, options.extra.get("workers") or 0)
     report.figures["rate"] = rate
     # Caches and allocators reach their size first.
     measure(side, rows, rate, load, 1, Switches(side, 2), 1.0)
@@ -386,6 +387,7 @@ BENCHMARK = Benchmark(
             "help": f"of the half of a round without changes ({ROUND_S:g})",
         },
         "--workers": {"type": int, "help": "worker processes of the server (default 0)"},
+        "--no-gpu": {"action": "store_true", "help": "serve from the CPU on a machine with a GPU"},
         "--folder": {"help": "for the models: 20 GB by default"},
         "--without-triton": {"action": "store_true", "help": "do not measure Triton"},
     },

@@ -66,8 +66,11 @@ def import_onnxruntime() -> Any:
     return onnxruntime
 
 
+@cache
 def installed_packages() -> tuple[str, ...]:
-    """Return which of ONNX Runtime's two packages are installed."""
+    """Return which of ONNX Runtime's two packages are installed.
+
+    Cached: it reads the folders of all packages, some milliseconds each time a network opens."""
     found = []
     for name in (CPU_PACKAGE, GPU_PACKAGE):
         try:

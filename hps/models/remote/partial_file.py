@@ -2,18 +2,17 @@
 
 The progress is a log of the chunk size and then of chunk numbers, each appended after the chunk was
 written, so that a download that was cut or killed resumes. After a power failure the log may be ahead of
-the contents; the checksum detects that."""
+the contents; the checksum detects that. It is computed while chunks arrive, in the order of the file."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import struct
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-
-from hps.models.manifest import checksum_file
 
 _ENTRY = struct.Struct("<Q")
 
@@ -40,6 +39,8 @@ class PartialFile:
         self._log = os.open(self._log_path, flags, 0o644)
         self._lock = threading.Lock()
         self._done = self._read_log()
+        self._hashing = threading.Lock()
+        self._digest, self._hashed = hashlib.sha256(), 0  # of the first chunks, and how many
         if entry.bytes:
             os.posix_fallocate(self._file, 0, entry.bytes)
         os.ftruncate(self._file, entry.bytes)
@@ -67,17 +68,40 @@ class PartialFile:
         with self._lock:
             os.write(self._log, _ENTRY.pack(chunk))
             self._done.add(chunk)
-            return len(self._done) == self.chunks
+            is_last = len(self._done) == self.chunks
+        if self.entry.checksum is not None and self._hashing.acquire(blocking=False):
+            try:
+                self._hash(chunk, data)
+            finally:
+                self._hashing.release()
+        return is_last
 
     def checksum(self) -> str:
-        """SHA-256 of the contents."""
-        return checksum_file(self._part)
+        """SHA-256 of the contents, as in the manifest; all chunks must be complete."""
+        with self._hashing:
+            self._hash()
+            return f"sha256:{self._digest.hexdigest()}"
+
+    def _hash(self, chunk: int = -1, data: bytes = b"") -> None:
+        """Hash the complete chunks that follow the hashed ones; ``data`` is the contents of ``chunk``.
+
+        The caller must hold ``_hashing``."""
+        while self._hashed < self.chunks:
+            with self._lock:
+                if self._hashed not in self._done:
+                    return
+            offset, size = self.range_of(self._hashed)
+            self._digest.update(
+                data if self._hashed == chunk else os.pread(self._file, size, offset)
+            )
+            self._hashed += 1
 
     def restart(self) -> None:
         """Mark all chunks as missing."""
-        with self._lock:
+        with self._hashing, self._lock:
             self._clear_log()
             self._done.clear()
+            self._digest, self._hashed = hashlib.sha256(), 0
 
     def finish(self) -> None:
         """Give the complete file its name."""
