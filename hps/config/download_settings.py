@@ -23,6 +23,9 @@ class DownloadSettings(StrictModel):
     """Ranges of files that are downloaded at a time."""
     chunk_bytes: int = Field(8 << 20, ge=64 << 10, le=1 << 30)
     """Bytes of one range; a cut connection repeats at most so many."""
+    mapped: bool = True
+    """Download the mapped files of tables, too, which nodes with `tiers.mapped.enabled` off do not
+    need."""
     attempts: int = Field(5, ge=1)
     """Attempts for each range, with growing pauses, before a download fails."""
     timeout_s: float = Field(30.0, gt=0)

@@ -27,6 +27,7 @@ class DownloadLimits:
     parallel: int = 8
     chunk_bytes: int = 8 << 20
     attempts: int = 5
+    mapped: bool = True
     backoff: Backoff = field(default_factory=lambda: Backoff(0.2, 10.0))
 
 

@@ -38,7 +38,7 @@ def open_repository(
     return RemoteRepository(
         open_store(location, chosen.timeout_s),
         DownloadCache(chosen.folder.absolute(), chosen.capacity_bytes),
-        DownloadLimits(chosen.parallel, chosen.chunk_bytes, chosen.attempts),
+        DownloadLimits(chosen.parallel, chosen.chunk_bytes, chosen.attempts, chosen.mapped),
         progress or NoProgress(),
         peers,
     )

@@ -60,7 +60,7 @@ class VersionFetcher:
         files = {path: RemoteEntry(e.bytes, e.checksum) for path, e in manifest.files().items()}
         if networks_only:
             files = {path: entry for path, entry in files.items() if path == DENSE_FILE}
-        else:
+        elif self._limits.mapped:
             files |= mapped_entries(self._store, key, manifest)
         size = sum(entry.bytes for entry in files.values())
         log.info("download: %s/%s, %d bytes, to %s", self._store.uri, key, size, hidden.parent)

@@ -296,6 +296,14 @@ def test_mapped_file_is_downloaded_with_its_table(s3, published, opened, tmp_pat
     assert not (version.folder / "tables/items/mapped").exists()
 
 
+def test_mapped_files_are_not_downloaded_where_they_are_not_served(s3, published, opened, tmp_path):
+    write_mapped_users(tmp_path / "models/ctr/1")
+    s3.upload(tmp_path / "models", tmp_path.name)
+    version = opened(mapped=False).open("ctr")
+    assert (version.folder / "tables/users/key").exists()
+    assert not (version.folder / "tables/users/mapped").exists()
+
+
 @pytest.mark.parametrize("damage", ["header", "block", "other"])
 def test_mapped_file_that_does_not_fit_is_left_out(
     s3, published, opened, make_version, tmp_path, damage, caplog
