@@ -42,6 +42,7 @@ from benchmarks.switch_scene import (
     Side,
     hps_side,
     kinds,
+    read_mapped,
     rows_of,
     triton_side,
     write_versions,
@@ -266,6 +267,7 @@ def run(options: Options) -> Report:
         write_versions(folder / "models", MODEL, rows, (1, 2))
         write_versions(folder / "models", OTHER, rows_of(other), (1,))
         report.figures["write_s"] = time.monotonic() - began
+        read_mapped(folder / "models", MODEL)
         with hps_side(folder, gpu=gpu, workers=extra.get("workers") or 0) as side:
             _switches(report, lines, side, rows, load, options)
             _other(report, lines, side, rows, load, options)

@@ -69,6 +69,15 @@ def write_versions(root: Path, name: str, rows: int, numbers: Sequence[int]) -> 
         write_version(root, spec(name), number, tables, dense=network(number), mapped=True)
 
 
+def read_mapped(root: Path, name: str) -> None:
+    """Bring the mapped files of a model's versions into the operating system's cache."""
+    block = bytearray(1 << 24)
+    for path in sorted((root / name).rglob("mapped")):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(block):
+                pass
+
+
 def _chunks(rows: int, version: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
     """Rows by their number: the version, then numbers that depend on the row."""
     vectors = np.empty((_CHUNK, DIM), np.float32)
