@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli import model_serving
+from hps.cli import model_serving, model_traffic
 from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.model_import import IMPORT_EXAMPLES, import_
 from hps.cli.model_publish import INDEX_EXAMPLES, PUBLISH_EXAMPLES, index, publish
@@ -44,6 +44,7 @@ app.command(epilog=model_serving.UNLOAD_EXAMPLES)(model_serving.unload)
 app.command(epilog=model_serving.LABEL_EXAMPLES)(model_serving.label)
 app.command(epilog=model_serving.SWITCH_EXAMPLES)(model_serving.switch)
 app.command(epilog=model_serving.ROLLBACK_EXAMPLES)(model_serving.rollback)
+app.command(epilog=model_traffic.TRAFFIC_EXAMPLES)(model_traffic.traffic)
 app.command("list", epilog=model_serving.LIST_EXAMPLES)(model_serving.list_)
 
 INSPECT_EXAMPLES = """\b

@@ -170,16 +170,25 @@ def list_(options: ListOptions) -> None:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    print_table(
-        ("model", "version", "state", "current", "labels"),
-        [
-            (
-                each["name"],
-                FormattedNumber(each["version"]),
-                each["state"].lower(),
-                "yes" if each.get("current") else "",
-                ", ".join(each.get("labels", ())),
-            )
-            for each in sorted(rows, key=lambda each: (each["name"], int(each["version"])))
-        ],
-    )
+    is_served = [each["state"] != "UNAVAILABLE" for each in rows]
+    notes = [
+        each.get("reason", "") if is_up else "" for each, is_up in zip(rows, is_served, strict=True)
+    ]
+    shares = [each.get("weight", 0) for each in rows]
+    columns = ["model", "version", "state", "current", "labels"]
+    # Only where a traffic rule divides the requests, or did.
+    columns += ["percent"] * any(share not in (0, 100) for share in shares) + ["note"] * any(notes)
+    by_column: list[dict[str, Any]] = [
+        {
+            "model": each["name"],
+            "version": FormattedNumber(each["version"]),
+            "state": each["state"].lower(),
+            "current": "yes" if each.get("current") else "",
+            "labels": ", ".join(each.get("labels", ())),
+            "percent": FormattedNumber(f"{share:g}"),
+            "note": note,
+        }
+        for each, share, note in zip(rows, shares, notes, strict=True)
+    ]
+    by_column.sort(key=lambda row: (row["model"], int(row["version"])))
+    print_table(columns, [[row[name] for name in columns] for row in by_column])

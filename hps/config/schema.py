@@ -26,6 +26,7 @@ from hps.config.model_schema import DenseSpec, MissPolicySpec, Name, StrictModel
 from hps.config.repository_uri import RepositoryUri, parse_location
 from hps.config.server_settings import AuthSettings, ServerSettings
 from hps.config.store_settings import MappedSettings, RedisSettings, RocksDbSettings
+from hps.config.traffic_settings import TrafficRule
 from hps.config.update_settings import UpdatesSettings
 from hps.errors import ConfigError
 
@@ -81,6 +82,8 @@ class ModelOverride(StrictModel):
     """The version to serve; default: the highest one in the repository."""
     versions: VersionPolicy | None = None
     """The versions served at the same time; null: those of `models.versions`."""
+    traffic: TrafficRule | None = None
+    """The versions of requests that name none; null: the current version."""
     tables: dict[Name, TableOverride] = {}
     """Overrides by table name."""
     dense: DenseSpec | None = None

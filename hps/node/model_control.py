@@ -23,7 +23,8 @@ from hps.errors import BadRequest, HpsError, NotFound, Unavailable
 from hps.models.repository import ModelVersion, Repository, check_unchanged
 from hps.node.node import Node
 from hps.node.served_versions import LATEST, check_label
-from hps.node.version_choice import VersionChoice, policy_of
+from hps.node.traffic_control import TrafficControl, require_unnamed
+from hps.node.version_choice import VersionChoice, first_choice, policy_of
 from hps.node.version_loader import NodeParts
 from hps.node.version_switcher import VersionSwitcher
 from hps.observability import metric_names as m
@@ -44,6 +45,7 @@ class ModelControl:
         self._node = node
         self._switcher = switcher
         self.repository = repository
+        self.traffic = TrafficControl(node, switcher, self._change_of, self.rollback)
         self._listed: dict[str, list[int]] = {}
         self.problems: dict[str, str] = {}
         """Versions of a watched repository that could not be served, by model."""
@@ -126,7 +128,7 @@ class ModelControl:
             newest = max(self.repository.versions(found.name), default=number)
         follows = is_default or number >= newest
         if former is None:
-            return VersionChoice(number, follows, frozenset({number}))
+            return replace(first_choice(self._settings, found.name, number), follows=follows)
         if not switch:
             return replace(former, pinned=former.pinned | {number})
         choice = former.switched(number, follows=follows)
@@ -157,6 +159,7 @@ class ModelControl:
                     f"version {found.version} of model '{name}' has the label '{labels[0]}'; give it to "
                     "another version, or remove it first"
                 )
+            require_unnamed(name, choice, str(found.version))
             self._switcher.apply(name, choice.without({found.version}), "unload")
 
     def label(self, name: str, label: str, version: str | int | None) -> None:
@@ -171,6 +174,7 @@ class ModelControl:
             if version is None:
                 if label not in choice.labels:
                     self._node.models.find(name, label)  # raises NotFound
+                require_unnamed(name, choice, label)
             else:
                 labels[label] = number
             # The version stays served without the label, until it is unloaded.
@@ -191,11 +195,12 @@ class ModelControl:
             self._switcher.apply(name, self._in_policy(name, choice), "switch")
             return number
 
-    def rollback(self, name: str, progress: Progress | None = None) -> int:
+    def rollback(self, name: str, progress: Progress | None = None, *, automatic: str = "") -> int:
         """Make the previous version the current one again; returns its number.
 
-        It is ready for `models.rollback_s` after the switch, and loaded again later. Raises
-        ``NotFound`` if there is no previous version, and as `load`."""
+        It is ready for `models.rollback_s` after the switch, and loaded again later. ``automatic``: why
+        the node itself goes back, noted for the version that is replaced. Raises ``NotFound`` if there is no
+        previous version, and as `load`."""
         with self._change(), self._count_failures(name):
             self._node.models.find(name)
             choice = self._switcher.choices[name]
@@ -205,8 +210,12 @@ class ModelControl:
             found = None
             if self._switcher.served(name, number) is None:
                 found = self._open_version(name, number)
+            replaced = choice.current
             choice = self._in_policy(name, choice.switched(number, follows=False))
-            self._switcher.apply(name, choice, "rollback", found, progress)
+            if automatic:
+                choice = choice.without_share({replaced}, automatic, matches=True)
+            reason = "automatic" if automatic else "rollback"
+            self._switcher.apply(name, choice, reason, found, progress)
             return number
 
     def _in_policy(self, name: str, choice: VersionChoice) -> VersionChoice:
@@ -243,7 +252,7 @@ class ModelControl:
         choice = self._switcher.choices.get(name)
         opened = self._open_version(name, version)
         if choice is None:
-            choice = VersionChoice(version, by_policy=frozenset({version}))
+            choice = first_choice(self._settings, name, version)
         else:
             choice = replace(choice, by_policy=choice.by_policy | {version})
             if choice.follows and version == max(found) and version > choice.current:
@@ -293,6 +302,13 @@ class ModelControl:
     def _change(self) -> Iterator[None]:
         with self._switcher.turn:
             self._switcher.loader.require_open()
+            yield
+
+    @contextmanager
+    def _change_of(self, name: str) -> Iterator[None]:
+        """`_change` of a served model. Raises NotFound."""
+        with self._change():
+            self._node.models.find(name)
             yield
 
     @contextmanager

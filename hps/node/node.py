@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from hps.array_inputs import Features, device_number, flat_keys, tensor
+from hps.config.traffic_settings import TrafficRule, parse_rule
 from hps.errors import BadRequest, NotFound, Unsupported
 from hps.lookup.gpu.device_lookup import DeviceLookup
 from hps.node.served_models import OpenModels, deadline_in
@@ -27,9 +28,20 @@ from hps.updates.cache_writer import CacheWriter
 if TYPE_CHECKING:
     from hps.models.repository import ModelVersion
     from hps.node.gpu_scheduler import NodeScheduler
+    from hps.node.version_choice import VersionChoice
     from hps.tiers.rocksdb import CheckpointFolder
 
 __all__ = ["ModelController", "Node", "ServedModel"]
+
+
+class TrafficController(Protocol):
+    """Changes a node's traffic rules: `hps.node.traffic_control.TrafficControl`."""
+
+    def set_rule(self, name: str, rule: TrafficRule | None) -> None: ...
+
+    def choice(self, name: str) -> VersionChoice | None: ...
+
+    def roll_back(self, name: str, version: int, reason: str, detail: str) -> int | None: ...
 
 
 class ModelController(Protocol):
@@ -64,6 +76,9 @@ class ModelController(Protocol):
     def switch(self, name: str, version: str | int) -> int: ...
 
     def rollback(self, name: str) -> int: ...
+
+    @property
+    def traffic(self) -> TrafficController: ...
 
 
 @dataclass(slots=True, repr=False, kw_only=True)
@@ -189,6 +204,19 @@ class Node(OpenModels):
     def rollback(self, model: str) -> int:
         """Make the previous version the current one again; returns its number."""
         return self._controlled().rollback(model)
+
+    def traffic(self, model: str) -> dict[str, Any]:
+        """The model's traffic rule, as `set_traffic` takes it; empty: none. Raises ``NotFound``."""
+        self.model(model)
+        rule = self.models.names[model].traffic
+        return {} if rule is None else rule.as_json()
+
+    def set_traffic(self, model: str, rule: Mapping[str, Any] | None) -> None:
+        """Set which versions answer requests without a version: ``rule`` has the keys of the setting
+        `models.serve.<model>.traffic`; None or empty: the current version.
+
+        Raises ``BadRequest`` for an invalid rule and for versions and labels that are not served."""
+        self._controlled().traffic.set_rule(model, parse_rule(rule))
 
     def checkpoint(self, keep: int = 1) -> Path:
         """Copy the RocksDB while it is served; returns the folder.

@@ -11,15 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from hps.array_inputs import Features, output_arrays, tensor
+from hps.config.traffic_settings import RequestKey
 from hps.errors import BadRequest, NotFound
 from hps.lookup.base import features_by_input
 from hps.node.served_versions import ServedModel, ServedModels, VersionNames
 from hps.node.tier_status import TierStatus, describe_table
+from hps.node.traffic_split import input_text, value_text
 from hps.observability.metrics import Metrics
 from hps.suggestions import hint_for
 from hps.threads import LookupPools
 from hps.types import (
     EmbeddingTable,
+    JaggedKeys,
     LookupRequest,
     LookupResult,
     PredictRequest,
@@ -59,6 +62,26 @@ class OpenModels:
             raise NotFound(f"model '{model}' has no table '{table}'{hint_for(table, tables)}")
         return tables[table]
 
+    def _choose(
+        self,
+        model: str,
+        version: str | int | None,
+        inputs: tuple[Features, ...],
+        parameters: Mapping[str, Any] | None,
+    ) -> ServedModel:
+        """The version for a request. Raises ``NotFound``."""
+        models = self.models  # replaced as a whole by a change
+        if not models.splits:
+            return models.find(model, version)
+
+        def value_of(key: RequestKey) -> str | None:
+            if key.kind == "input":
+                found = next((each[key.name] for each in inputs if key.name in each), None)
+                return input_text(found.keys if isinstance(found, JaggedKeys) else found)
+            return value_text((parameters or {}).get(key.name))
+
+        return models.choose(model, version, value_of)
+
     def complete_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """Complete predictions of a GPU's scheduler on the thread of ``loop``, this one.
 
@@ -74,14 +97,16 @@ class OpenModels:
         by_table: bool = False,
         want_source: bool = False,
         timeout_s: float | None = None,
+        parameters: Mapping[str, Any] | None = None,
     ) -> LookupResult:
         """The vectors of ``features``: any of the model's features, or tables with ``by_table``.
 
-        ``version``: a served version's number or label; None: the current one.
+        ``version``: a served version's number or label; None: the current one, or that of the model's traffic
+        rule, for which ``parameters`` has the values of request parameters and headers.
         ``out``: arrays that are written in place: NumPy arrays, or writable tensors on the host with
         ``__dlpack__``, C-contiguous, of the table's dtype and the result's shape."""
         into = None if out is None else output_arrays(out)
-        served = self.model(model, version)
+        served = self._choose(model, version, (features,), parameters)
         request = LookupRequest(
             served.keys(features, by_table), deadline_in(timeout_s), want_source, into, by_table
         )
@@ -99,9 +124,12 @@ class OpenModels:
         outputs: tuple[str, ...] | None = None,
         want_source: bool = False,
         timeout_s: float | None = None,
+        parameters: Mapping[str, Any] | None = None,
     ) -> PredictResult:
-        """The model's named outputs for a batch; see ``PredictRequest``. ``version``: as of `lookup`."""
-        served = self.model(model, version)
+        """The model's named outputs for a batch; see ``PredictRequest``.
+
+        ``version`` and ``parameters``: as of `lookup`."""
+        served = self._choose(model, version, (features, dense or {}), parameters)
         pipeline = served.pipeline
         if pipeline is None:
             raise BadRequest(f"model '{model}' has no dense part; use lookup")
@@ -135,6 +163,7 @@ class OpenModels:
             "version": model.version,
             "current": model.version == names.current,
             "labels": names.labels_of(model.version),
+            "weight": names.weights().get(model.version, 0.0),
             "dense": model.pipeline is not None,
             "features": list(features_by_input(model.engine.features)),
             "tables": [describe_table(table, self.tiers) for table in model.tables.values()],

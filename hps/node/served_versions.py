@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 from hps.array_inputs import DeviceKeys, Features, jagged_keys
 from hps.config.model_schema import ModelSpec
+from hps.config.traffic_settings import TrafficRule
 from hps.errors import BadRequest, NotFound
 from hps.lookup.base import Lookup, keys_by_feature
 from hps.lookup.gpu.device_lookup import DeviceLookup
 from hps.lookup.request_sample import NO_SAMPLE, RequestSample
+from hps.node.traffic_split import TrafficSplit, ValueOf
 from hps.predict.pipeline import InferencePipeline
 from hps.types import EmbeddingTable, JaggedKeys
 from hps.updates.freshness import FRESH, Freshness
@@ -54,19 +56,47 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class VersionNames:
-    """Names of one model's served versions: the ``current`` one, which requests without a version get, and
-    versions by label."""
+    """Names of one model's served versions: the ``current`` one, which requests without a version get unless
+    the ``traffic`` rule says another one, and versions by label."""
 
     current: int
     labels: Mapping[str, int] = field(default_factory=dict)
+    traffic: TrafficRule | None = None
+    rolled_back: Mapping[int, str] = field(default_factory=dict)
+    """Why the node itself took requests from a version, by number."""
 
     def as_json(self) -> dict[str, Any]:
         """For other processes; see `from_json`."""
-        return {"current": self.current, "labels": dict(self.labels)}
+        return {
+            "current": self.current,
+            "labels": dict(self.labels),
+            "traffic": None if self.traffic is None else self.traffic.as_json(),
+            "rolled_back": {str(number): text for number, text in self.rolled_back.items()},
+        }
 
     @classmethod
     def from_json(cls, names: Mapping[str, Any]) -> VersionNames:
-        return cls(names["current"], dict(names["labels"]))
+        rule = names.get("traffic")
+        return cls(
+            names["current"],
+            dict(names["labels"]),
+            None if rule is None else TrafficRule.from_json(rule),
+            {int(number): text for number, text in names.get("rolled_back", {}).items()},
+        )
+
+    def number(self, reference: str) -> int | None:
+        """The version with this number or label in text; None if no version has the label."""
+        return int(reference) if reference.isdigit() else self.labels.get(reference)
+
+    def weights(self) -> dict[int, float]:
+        """Percentages of the requests without a version, by the versions that get some by weight."""
+        found: dict[int, float] = {}
+        for reference, share in ({} if self.traffic is None else self.traffic.weights).items():
+            number = self.number(reference)
+            number = self.current if number is None else number
+            found[number] = found.get(number, 0.0) + share
+        rest = 100 - sum(found.values())
+        return found | {self.current: found.get(self.current, 0.0) + max(0.0, rest)}
 
     def labels_of(self, version: int) -> list[str]:
         """The labels of a version, in alphabetical order."""
@@ -96,6 +126,12 @@ class ServedModels(Mapping[str, ServedModel]):
             name: addresses({each.version: each for each in self.versions if each.name == name}, of)
             for name, of in self.names.items()
         }
+        self.splits = {
+            name: TrafficSplit(name, of.traffic)
+            for name, of in self.names.items()
+            if of.traffic is not None and of.traffic.splits
+        }
+        """By model: chooses the version of requests that name none; without: the current one."""
 
     def __getitem__(self, name: str) -> ServedModel:
         return self._addresses[name][CURRENT]
@@ -113,6 +149,13 @@ class ServedModels(Mapping[str, ServedModel]):
     def find(self, name: str, version: str | int | None = None) -> ServedModel:
         """The version of a model by its number or a label; None or "": the current one. Raises NotFound."""
         return find_version(self._addresses, name, version)
+
+    def choose(self, name: str, version: str | int | None, value_of: ValueOf) -> ServedModel:
+        """As `find`, but without a version by the model's traffic rule, if it has one."""
+        if version in (None, CURRENT) and name in self.splits:
+            found = self._addresses[name]
+            return found.get(self.splits[name].choose(value_of), found[CURRENT])
+        return self.find(name, version)
 
 
 def addresses(versions: Mapping[int, T], names: VersionNames) -> dict[str, T]:

@@ -14,7 +14,8 @@ from typing import Any
 
 from hps.config import Settings
 from hps.config.schema import VersionPolicy
-from hps.errors import Unavailable
+from hps.config.traffic_settings import TrafficRule
+from hps.errors import ConfigError, Unavailable
 from hps.models.staging import fsync_path
 from hps.node.served_versions import VersionNames
 
@@ -29,7 +30,9 @@ class VersionChoice:
 
     ``current`` answers requests without a version, and ``follows``: it is replaced by newer versions of a
     watched repository. ``by_policy`` are versions that the settings' policy chose, ``pinned`` those
-    that a request loaded beside the current one. ``previous`` is the version that `rollback` goes back to."""
+    that a request loaded beside the current one. ``previous`` is the version that `rollback` goes back to.
+    ``traffic``: which versions answer requests without a version. ``rolled_back``: why the node itself took
+    requests from a version, by number, until it gets some again."""
 
     current: int
     follows: bool = True
@@ -37,25 +40,60 @@ class VersionChoice:
     pinned: frozenset[int] = frozenset()
     labels: Mapping[str, int] = field(default_factory=dict)
     previous: int | None = None
+    traffic: TrafficRule | None = None
+    rolled_back: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def versions(self) -> set[int]:
         """The versions to serve, without a previous one that is kept for a while."""
-        return {self.current, *self.by_policy, *self.pinned, *self.labels.values()}
+        named = set() if self.traffic is None else self.traffic.references
+        numbers = {int(each) for each in named if each.isdigit()}
+        return {self.current, *self.by_policy, *self.pinned, *self.labels.values(), *numbers}
 
     def names(self) -> VersionNames:
-        return VersionNames(self.current, self.labels)
+        return VersionNames(self.current, self.labels, self.traffic, self.rolled_back)
 
     def switched(self, version: int, *, follows: bool) -> VersionChoice:
-        """With another current version."""
+        """With another current version, which has no share of the traffic rule any more: it gets the rest."""
         if version == self.current:
             return replace(self, follows=follows)
-        return replace(self, current=version, follows=follows, previous=self.current)
+        changed = replace(self, current=version, follows=follows, previous=self.current)
+        return changed.without_share({version})
+
+    def references_to(self, versions: set[int]) -> set[str]:
+        """The numbers and labels that name one of ``versions``."""
+        labels = {label for label, number in self.labels.items() if number in versions}
+        return {*map(str, versions), *labels}
+
+    def without_share(
+        self, versions: set[int], reason: str = "", *, matches: bool = False
+    ) -> VersionChoice:
+        """Without the shares of ``versions`` in the traffic rule, with ``matches`` also without those.
+
+        ``reason``: why the node took them away. The versions stay served."""
+        rule = self.traffic
+        if rule is not None:
+            rule = rule.without(self.references_to(versions), matches=matches)
+        others = {each: text for each, text in self.rolled_back.items() if each not in versions}
+        noted = dict.fromkeys(versions, reason) if reason else {}
+        pinned = self.pinned | ((versions & self.versions) - {self.current} if reason else set())
+        return replace(self, traffic=rule, rolled_back=others | noted, pinned=pinned)
+
+    def with_traffic(self, rule: TrafficRule | None) -> VersionChoice:
+        """With another traffic rule; versions of the former one stay served until they are unloaded."""
+        pinned = self.pinned | (self.versions - {self.current})
+        named = set() if rule is None else rule.references
+        again = {self.names().number(each) for each in named}
+        left = {n: text for n, text in self.rolled_back.items() if n not in again}
+        return replace(self, traffic=rule, rolled_back=left, pinned=pinned)
 
     def without(self, versions: set[int]) -> VersionChoice:
         """Without these versions, none of which is the current one."""
+        rule = self.traffic
         return replace(
             self,
+            traffic=None if rule is None else rule.without(self.references_to(versions)),
+            rolled_back={n: text for n, text in self.rolled_back.items() if n not in versions},
             by_policy=self.by_policy - versions,
             pinned=self.pinned - versions,
             labels={label: n for label, n in self.labels.items() if n not in versions},
@@ -70,6 +108,8 @@ class VersionChoice:
             "pinned": sorted(self.pinned),
             "labels": dict(self.labels),
             "previous": self.previous,
+            "traffic": None if self.traffic is None else self.traffic.as_json(),
+            "rolled_back": {str(number): text for number, text in self.rolled_back.items()},
         }
 
     @classmethod
@@ -82,6 +122,8 @@ class VersionChoice:
             frozenset(map(int, found["pinned"])),
             {str(label): int(n) for label, n in found["labels"].items()},
             None if found["previous"] is None else int(found["previous"]),
+            None if found.get("traffic") is None else TrafficRule.from_json(found["traffic"]),
+            {int(n): str(text) for n, text in found.get("rolled_back", {}).items()},
         )
 
 
@@ -98,8 +140,35 @@ def stated_version(settings: Settings, name: str) -> int | None:
     return None if override is None else override.version
 
 
+def stated_traffic(settings: Settings, name: str) -> TrafficRule | None:
+    """The traffic rule of a model in the settings."""
+    override = (settings.models.serve or {}).get(name)
+    return None if override is None else override.traffic
+
+
 def chosen_by_settings(settings: Settings, name: str, available: list[int]) -> VersionChoice:
-    """The choice of the settings; ``available`` versions, ascending, at least one."""
+    """The choice of the settings; ``available`` versions, ascending, at least one.
+
+    Raises ConfigError for a traffic rule that names labels, which exist at run time only."""
+    rule = stated_traffic(settings, name)
+    if rule is not None and (labels := sorted(n for n in rule.references if not n.isdigit())):
+        raise ConfigError(
+            f"models.serve.{name}.traffic names the label '{labels[0]}', which a version gets at run "
+            "time: give the version's number"
+        )
+    choice = _chosen_versions(settings, name, available)
+    return choice if rule is None else replace(choice, traffic=rule)
+
+
+def first_choice(settings: Settings, name: str, version: int) -> VersionChoice:
+    """The choice of a model of which nothing was served. A rule of the settings that names versions needs
+    a start with them."""
+    rule = stated_traffic(settings, name)
+    rule = None if rule is None else rule.without(rule.references)
+    return VersionChoice(version, by_policy=frozenset({version}), traffic=rule)
+
+
+def _chosen_versions(settings: Settings, name: str, available: list[int]) -> VersionChoice:
     stated = stated_version(settings, name)
     override = (settings.models.serve or {}).get(name)
     if stated is not None:
@@ -174,9 +243,11 @@ class ChoiceFile:
         self._found = found
 
     def _settings_of(self, name: str) -> dict[str, Any]:
+        rule = stated_traffic(self._settings, name)
         return {
             "version": stated_version(self._settings, name),
             "versions": policy_of(self._settings, name).model_dump(mode="json"),
+            **({} if rule is None else {"traffic": rule.as_json()}),
         }
 
 

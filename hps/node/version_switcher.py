@@ -313,6 +313,8 @@ class VersionSwitcher:
         """Create the counters at the start: an alert would miss the first increment otherwise."""
         self._node.metrics.counter(m.MODEL_SWITCHES, served, "load")
         self._node.metrics.counter(m.MODEL_LOADS, served, "failed")
+        for reason in ("errors", "latency", "scores"):
+            self._node.metrics.counter(m.MODEL_AUTOMATIC_ROLLBACKS, served, reason)
 
     def _served_gauge(self) -> Iterator[tuple[tuple[str, ...], float]]:
         models = self._node.models

@@ -9,6 +9,7 @@ from hps.observability.metric_downloads import DOWNLOADS
 from hps.observability.metric_models import MODELS
 from hps.observability.metric_scheduler import SCHEDULER
 from hps.observability.metric_spec import AGE_BUCKETS, BATCH_BUCKETS, MetricSpec
+from hps.observability.metric_traffic import TRAFFIC
 
 _PROCESSES = (
     MetricSpec(
@@ -339,7 +340,7 @@ _UPDATES = (
 GROUPS: Mapping[str, tuple[MetricSpec, ...]] = {
     "Processes": _PROCESSES,
     "Requests": _REQUESTS,
-    "Models": (*MODELS, *DOWNLOADS),
+    "Models": (*MODELS, *TRAFFIC, *DOWNLOADS),
     "Batches on GPUs": SCHEDULER,
     "Lookups": _LOOKUPS,
     "Tiers and caches": _TIERS,

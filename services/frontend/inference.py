@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from time import perf_counter_ns
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
@@ -128,6 +128,8 @@ class InferencePort:
         if entry is not None:
             name, version = entry.name, entry.version
             entry.statistics.failed(started, done)
+            if entry.watch is not None and not isinstance(error, REFUSALS):
+                entry.watch.failed()
         metrics = self.state.metrics
         status = str(getattr(status_of(answer), self.protocol))
         metrics.histogram(
@@ -205,6 +207,19 @@ class Inference(ABC):
             self._reserved = size
         return rejection
 
+    def redirect(self, entry: ServedEndpoint, size: int) -> None:
+        """Admit an admitted request of ``size`` bytes to another version; raise its rejection."""
+        if entry is self.entry:
+            return
+        self._cancel_reservation()
+        self.entry = entry
+        rejection = self.admit(size)
+        try:
+            if rejection is not None:
+                raise rejection
+        finally:
+            del rejection  # break the reference cycle: the error's traceback refers to this frame
+
     def submit(self, call: InferenceRequest) -> None:
         """Start answering the decoded request; sets ``future``. Raises the request's fault."""
         assert self.entry is not None
@@ -215,6 +230,8 @@ class Inference(ABC):
         call.origin = self.origin
         reserved, self._reserved = self._reserved, None
         self.future = self.entry.endpoint.submit(call, self.deadline, reserved=reserved)
+        if (shadow := self.entry.shadow) is not None:
+            shadow.mirror(call, self.future)
 
     def mark_decoded(self, request_id: str = "", timeout_s: float = 0.0) -> str:
         """Record the end of decoding, set the deadline, and begin a trace if the request has an ID or is
@@ -285,6 +302,8 @@ class Inference(ABC):
         queued, execution = queued_ns(future), execution_samples(future)
         self.entry.statistics.succeeded(batch, stages, queued, execution)
         observe((done - started) * 1e-9)
+        if (watch := self.entry.watch) is not None:
+            watch.answered((done - started) * 1e-9, result)
         if (origin := self.origin) is not None:
             if origin.is_recorded:
                 end_span(origin, batch, result.defaulted, stages)
@@ -319,24 +338,3 @@ class Inference(ABC):
         client, self._client = self._client, None
         if client is not None and self.port.clients is not None:
             self.port.clients.undo(client)
-
-
-Parser = TypeVar("Parser")
-
-
-class InferenceRoute(Generic[Parser, Answer]):
-    """Parser, encoder and latency histogram of one served name, for one protocol."""
-
-    __slots__ = ("encoder", "entry", "observe", "parser")
-
-    def __init__(
-        self,
-        entry: ServedEndpoint,
-        parser: Parser,
-        encoder: ResponseEncoder[Answer],
-        observe: Callable[[float], None],
-    ) -> None:
-        self.entry = entry
-        self.parser = parser
-        self.encoder = encoder
-        self.observe = observe

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.lookup.base import PreparedSubmit
+from hps.node.traffic_split import input_text
 from hps.predict.scheduler.scheduled_model import PreparedPrediction
 from hps.tracing import RequestContext
 from services.frontend.shared_memory_refs import SharedMemoryRefs, Target
@@ -37,6 +38,7 @@ class RequestTemplate:
     ``shapes`` of all inputs. ``outputs``: requested names; None: all. ``timeout_us`` 0: the server's
     default.
     ``memory_refs``: tensors in shared memory. ``raw``: the tensors whose elements are in the message.
+    ``parameters``: all of the request's parameters.
 
     A ``kept`` template is shared by requests that differ only in their elements. ``prepared`` is then the
     endpoint's prepared form of them, and their batch size; ``prepared_message`` the same for requests that
@@ -53,6 +55,7 @@ class RequestTemplate:
     packed: list[RawTensor] | None = None
     prepared: tuple[PreparedSubmit, int] | None = None
     prepared_message: tuple[PreparedPrediction, int] | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 class InferenceRequest:
@@ -110,6 +113,16 @@ class InferenceRequest:
         """Add inputs that the message does not have."""
         self._inputs = {**inputs, **self.inputs}
         self.message = b""
+
+    def first_element(self, name: str) -> str | None:
+        """Return an input's first element as text; None if it is empty, unknown or not read yet."""
+        if self._inputs is not None:
+            return input_text(self._inputs.get(name))
+        for tensor in self.form.raw:
+            if tensor.name == name and tensor.elements:
+                at = self.start + tensor.offset
+                return input_text(np.frombuffer(self.message, tensor.dtype, 1, at))
+        return None
 
     @property
     def size(self) -> int:

@@ -25,6 +25,7 @@ from services.frontend.http.app import admin_app, data_app
 from services.frontend.http.application import PortApplication
 from services.frontend.logs import fields, log
 from services.frontend.request_observer import RequestObserver
+from services.frontend.rollback_guard import RollbackGuard
 from services.frontend.state import FrontendState
 from services.frontend.statistics import Statistics
 from services.frontend.workers.supervisor import Supervisor, WorkerOwnedPort
@@ -143,6 +144,8 @@ class FrontendServer(ServerProcess[OpenModels]):
         if node.control is not None:
             # For changes that no request made: of a watched repository, or the end of a rollback's time.
             node.control.on_change.append(self._refresh_models)
+            guard = RollbackGuard(self.state, node.control.traffic.roll_back)
+            self.state.on_models_changed(guard.start)
         if self._workers is not None and node.socket is not None:
             node.metrics.include(self._workers.metrics)
             node.metrics.on_release(self._workers.drop_version)

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from hps.config.traffic_settings import parse_rule
 from hps.errors import BadRequest, Unavailable, Unsupported
 from hps.node.node import ModelController, Node
 from services.frontend.errors import short_value
-from services.frontend.state import FrontendState
+from services.frontend.state import FrontendState, ServedEndpoint
 
 _DIGITS = re.compile("[0-9]{1,19}")
 
@@ -22,11 +23,7 @@ def index(state: FrontendState, *, only_ready: bool = False) -> list[dict[str, A
     if only_ready and not ready:
         return []
     served = "READY" if ready else "UNAVAILABLE"
-    found = [
-        _index_entry(entry.name, entry.version, served)
-        | {"labels": state.labels(entry), "current": state.entries.get(entry.name) is entry}
-        for entry in state.all_entries
-    ]
+    found = [_served_entry(state, entry, served) for entry in state.all_entries]
     control = _control_of(state)
     if control is None or only_ready:
         return found
@@ -113,6 +110,45 @@ def _change(state: FrontendState) -> Iterator[None]:
     finally:
         state.model_changes.release()
         state.refresh_models()
+
+
+def set_traffic(state: FrontendState, name: str, rule: Any) -> dict[str, Any]:
+    """Set the traffic rule of a model, None or empty: none; returns `traffic`."""
+    control = _control(state)
+    parsed = parse_rule(rule)
+    with _change(state):
+        control.traffic.set_rule(_model_of(name), parsed)
+    return traffic(state, name)
+
+
+def traffic(state: FrontendState, name: str) -> dict[str, Any]:
+    """The traffic rule of a model, and its versions with their shares of the requests without a version."""
+    entry = state.entry(_model_of(name))
+    names = state.require_node().models.names[entry.served.name]
+    weights = names.weights()
+    return {
+        "name": entry.name,
+        "rule": {} if names.traffic is None else names.traffic.as_json(),
+        "versions": [
+            {
+                "version": each.version,
+                "weight": weights.get(each.served.version, 0.0),
+                "reason": names.rolled_back.get(each.served.version, ""),
+            }
+            for each in state.versions(entry.name)
+        ],
+    }
+
+
+def _served_entry(state: FrontendState, entry: ServedEndpoint, ready: str) -> dict[str, Any]:
+    names = state.require_node().models.names.get(entry.served.name)
+    reason = "" if names is None else names.rolled_back.get(entry.served.version, "")
+    weight = 0.0 if names is None else names.weights().get(entry.served.version, 0.0)
+    return _index_entry(entry.name, entry.version, ready, reason) | {
+        "labels": state.labels(entry),
+        "current": state.entries.get(entry.name) is entry,
+        "weight": weight,
+    }
 
 
 def _index_entry(name: str, version: str, state: str, reason: str = "") -> dict[str, Any]:

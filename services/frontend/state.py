@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from hps.config import Settings
+from hps.config.traffic_settings import TrafficRule
 from hps.errors import Unavailable
 from hps.lookup.base import Lookup
 from hps.node.served_models import OpenModels
@@ -20,6 +21,7 @@ from hps.node.served_versions import (
     find_version,
 )
 from hps.node.serving_context import dense_concurrency
+from hps.node.traffic_split import TrafficSplit
 from hps.node.version_choice import policy_of
 from hps.observability.metric_triton import TRITON
 from hps.observability.metrics import Metrics
@@ -29,9 +31,11 @@ from services.frontend.batching import endpoints
 from services.frontend.metadata import ModelInfo
 from services.frontend.pending import PendingRequests
 from services.frontend.request_observer import RequestObserver
+from services.frontend.shadow import Shadow, ShadowThread
 from services.frontend.shared_memory import SharedMemoryRegistry
 from services.frontend.statistics import Statistics
 from services.frontend.triton_metric_values import triton_numbers
+from services.frontend.version_watch import VersionWatch
 from services.server_state import ServerState
 
 # Limit on concurrent requests with dynamic batching; requests that wait for their batch count.
@@ -66,6 +70,10 @@ class ServedEndpoint:
         self.statistics_key = f"{self.name}/{self.version}"
         """Key of its statistics between processes."""
         self.statistics = Statistics()
+        self.watch: VersionWatch | None = None
+        """Counts for an automatic rollback; None: the model's traffic rule has no bounds."""
+        self.shadow: Shadow | None = None
+        """Mirrors its requests to another version; None for most."""
 
 
 class FrontendState(ServerState[OpenModels]):
@@ -79,6 +87,8 @@ class FrontendState(ServerState[OpenModels]):
         """By name and what requests may give as the version (`hps.node.served_versions.addresses`)."""
         self.all_entries: list[ServedEndpoint] = []
         """All versions of the served names, by name and number."""
+        self.splits: dict[str, TrafficSplit] = {}
+        """By name: chooses the version of requests that name none; by default the current one."""
         self._statistics_source: StatisticsSource = lambda: None
         super().__init__(role, settings)
         self.admission = AdmissionController(settings.server.admission)
@@ -93,6 +103,7 @@ class FrontendState(ServerState[OpenModels]):
         self.model_changes = threading.BoundedSemaphore(_MAX_MODEL_CHANGES)
         """Held while a model is loaded or unloaded."""
         self.observer = RequestObserver(settings.server.access_log)
+        self._shadow_thread = ShadowThread()
         self._model_watchers: list[Callable[[], None]] = []
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop, which alone changes the entries while it runs."""
@@ -115,6 +126,16 @@ class FrontendState(ServerState[OpenModels]):
         }
         self.all_entries = [each for found in by_name.values() for _, each in sorted(found.items())]
         self.entries = {name: found[CURRENT] for name, found in self.addresses.items()}
+        self.splits = {
+            name: models.splits[entry.served.name]
+            for name, entry in self.entries.items()
+            if entry.served.name in models.splits
+        }
+        for entry in self.all_entries:
+            rule = models.names[entry.served.name].traffic
+            is_watched = rule is not None and rule.rollback is not None
+            entry.watch = (entry.watch or _watch_of(entry)) if is_watched else None
+            entry.shadow = self._shadow_of(entry, rule)
         self.admission.retain([entry.endpoint for entry in self.all_entries])
         self.node = node
         for changed in self._model_watchers:
@@ -205,6 +226,20 @@ class FrontendState(ServerState[OpenModels]):
             if of is entry and each not in (CURRENT, LATEST) and not each.isdigit()
         )
 
+    def _shadow_of(self, entry: ServedEndpoint, rule: TrafficRule | None) -> Shadow | None:
+        """The shadow of a current version; its own one if that has not changed."""
+        if rule is None or rule.shadow is None or self.entries[entry.name] is not entry:
+            return None
+        target = self.addresses[entry.name].get(rule.shadow.version, entry)
+        if target is entry:
+            return None
+        known = entry.shadow
+        if known and (known.target, known.settings) == (target.endpoint, rule.shadow):
+            return known
+        return Shadow(
+            entry.endpoint, target.endpoint, rule.shadow, self._shadow_thread, self.metrics
+        )
+
     def _new_entries(self, served: ServedModel, metrics: Metrics) -> list[ServedEndpoint]:
         """The names of a model, each behind its queue."""
         settings = self._settings
@@ -222,6 +257,14 @@ class FrontendState(ServerState[OpenModels]):
     def own_statistics(self) -> dict[str, dict[str, Any]]:
         """Values of this process's `Statistics`, by `ServedEndpoint.statistics_key`."""
         return {entry.statistics_key: entry.statistics.numbers() for entry in self.all_entries}
+
+    def take_watched(self) -> dict[str, dict[str, Any]]:
+        """Counts of watched versions since the last call, by `ServedEndpoint.statistics_key`."""
+        return {
+            entry.statistics_key: entry.watch.take().as_json()
+            for entry in self.all_entries
+            if entry.watch is not None
+        }
 
     def set_statistics_source(self, source: StatisticsSource) -> None:
         """Make `statistics` cover all processes; ``source`` returns their values and may wait."""
@@ -247,6 +290,13 @@ class FrontendState(ServerState[OpenModels]):
         if not self.entries and self.not_ready_reason():
             raise Unavailable(self.reason)
         return find_version(self.addresses, name, version)
+
+
+def _watch_of(entry: ServedEndpoint) -> VersionWatch:
+    dense = entry.served.spec.dense
+    if dense is None or entry.name != entry.served.name:
+        return VersionWatch(None)
+    return VersionWatch(dense.ranking_output or dense.outputs[0].name)
 
 
 def _any(found: Mapping[int, ServedEndpoint]) -> ServedEndpoint:

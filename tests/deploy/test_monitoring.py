@@ -24,6 +24,7 @@ from hps.config.schema_paths import settings_of
 from hps.observability import metric_names as m
 from hps.observability.metric_scheduler import SCHEDULER
 from hps.observability.metric_table import METRICS
+from hps.observability.metric_traffic import TRAFFIC
 from hps.observability.metric_triton import TRITON
 from hps.types import Source
 from tests.support.promql import grouped, selected
@@ -57,6 +58,7 @@ ELSEWHERE = {
     m.DENSE_FALLBACKS,
     m.MODEL_LABEL,
     m.MODEL_WARM_UPS,
+    *(spec.name for spec in TRAFFIC if "_shadow_" in spec.name),
     m.DOWNLOAD_BYTES,
     m.DOWNLOAD_SECONDS,
     m.DOWNLOAD_FAILURES,

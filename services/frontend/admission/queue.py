@@ -153,6 +153,10 @@ class AdmissionQueue:
         start = partial(self._endpoint.submit, call, deadline)
         return self._enqueue(start, size, deadline, reserved=reserved)
 
+    def submit_unadmitted(self, call: InferenceRequest, deadline: float) -> Future[Any]:
+        """Submit a request that takes no slot: its caller bounds such requests."""
+        return self._endpoint.submit(call, deadline)
+
     def admit(self, start: Callable[[], Future[Any]], size: int, deadline: float) -> Future[Any]:
         """Admit a request of another kind, of ``size`` bytes, which ``start`` begins; see ``submit``."""
         if self.running < self.max_running and not self._queue:

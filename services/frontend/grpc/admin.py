@@ -8,12 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from google.protobuf.json_format import ParseDict
+from google.protobuf.json_format import MessageToDict, ParseDict
 
 from hps.config.auth import Role
 from hps.v1 import admin_pb2 as pb
 from services.frontend.grpc.responders import CallContext
-from services.frontend.model_control import label, load, rollback, switch, unload
+from services.frontend.model_control import (
+    label,
+    load,
+    rollback,
+    set_traffic,
+    switch,
+    traffic,
+    unload,
+)
 from services.frontend.state import FrontendState
 
 
@@ -29,6 +37,8 @@ class AdminService:
             "LabelModel",
             "SwitchModel",
             "RollbackModel",
+            "SetTraffic",
+            "Traffic",
         ),
         "admin",
     )
@@ -67,3 +77,10 @@ class AdminService:
 
     def RollbackModel(self, request: Any, context: CallContext) -> Any:
         return pb.RollbackModelResponse(version=rollback(self._state, request.model))
+
+    def SetTraffic(self, request: Any, context: CallContext) -> Any:
+        rule = MessageToDict(request.rule)
+        return ParseDict(set_traffic(self._state, request.model, rule), pb.TrafficResponse())
+
+    def Traffic(self, request: Any, context: CallContext) -> Any:
+        return ParseDict(traffic(self._state, request.model), pb.TrafficResponse())

@@ -70,3 +70,12 @@ def sent_identity(context: CallContext) -> RequestContext:
         return NO_IDENTITY
     parent, state = sent.get("traceparent", ""), sent.get("tracestate", "")
     return request_identity(sent.get("x-request-id", "")[:128], parent, state)
+
+
+def metadata_value(context: CallContext, name: str) -> str | None:
+    """Return a value of a call's metadata by its name in lower case, the last one; None without one."""
+    found = None
+    for key, value in context.invocation_metadata():
+        if key == name and isinstance(value, str):
+            found = value
+    return found

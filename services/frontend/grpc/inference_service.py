@@ -12,9 +12,10 @@ from tritonclient.grpc import service_pb2 as pb
 
 from hps.config.server_settings import ServerSettings
 from hps.errors import HpsError, Unavailable
+from hps.node.served_versions import CURRENT
 from services.frontend.auth import Authorizer
 from services.frontend.grpc import responders
-from services.frontend.grpc.call_identity import address_of, caller_of, check
+from services.frontend.grpc.call_identity import address_of, caller_of, check, metadata_value
 from services.frontend.grpc.inference import GrpcInference
 from services.frontend.grpc.protobuf_wire import field
 from services.frontend.grpc.request import (
@@ -26,7 +27,9 @@ from services.frontend.grpc.responders import BlockingResponder, UnaryResponder
 from services.frontend.grpc.response import GrpcResponseEncoder
 from services.frontend.grpc.status import abort
 from services.frontend.grpc.stream_limit import OpenStream, StreamLimit
-from services.frontend.inference import InferencePort, InferenceRoute
+from services.frontend.inference import InferencePort
+from services.frontend.inference_request import InferenceRequest
+from services.frontend.inference_route import InferenceRoute
 from services.frontend.state import FrontendState, ServedEndpoint
 
 # Set by clients that want the first error of a stream as the stream's status (Triton's extension).
@@ -55,12 +58,32 @@ class _ModelInference(GrpcInference):
 
     def run(self) -> None:
         """Decode and submit the request."""
+        route = self.route
         try:
-            self.submit(self.route.parser.parse(self.message, self.to))
+            if route.split is None:
+                call = self._parse(route)
+            else:
+                self.route, call = route.split.decode(self._header, self._parse)
+                self.redirect(self.route.entry, len(self.message))
+            self.submit(call)
         except Exception as error:
             self.reject(error)
         else:
             self.wait()
+
+    def _parse(self, route: GrpcRoute) -> InferenceRequest:
+        return route.parser.parse(self.message, self.to)
+
+    def _header(self, name: str) -> str | None:
+        return metadata_value(self.reply.context, name)
+
+    def choose(self, route: GrpcRoute) -> None:
+        """Take ``route``; of one that is divided, the choice, unless that needs the decoded request."""
+        split = route.split
+        if split is not None and not split.needs_body:
+            route = split.choose(self._header, None)
+        self.route = route
+        self.entry = route.entry
 
 
 class GrpcInferenceService:
@@ -77,12 +100,15 @@ class GrpcInferenceService:
 
     def _find_routes(self) -> None:
         """Update the routes to the served names; an unchanged name keeps its route."""
-        known = {route.entry: route for route in self._routes.values()}
+        known = {r.entry: r for r in self._routes.values() if r.split is None}
         routes: dict[tuple[str, str], GrpcRoute] = {}
         for name, found in self._state.addresses.items():
             for version, entry in found.items():
                 route = known.get(entry) or self._make_route(entry)
                 known[entry] = routes[name, version] = route
+            if (split := self._state.splits.get(name)) is not None:
+                chosen = {version: known[entry] for version, entry in found.items()}
+                routes[name, CURRENT] = chosen[CURRENT].divided(split, chosen)
         self._routes = routes
 
     def _make_route(self, entry: ServedEndpoint) -> GrpcRoute:
@@ -137,14 +163,13 @@ class GrpcInferenceService:
         try:
             inference.message = message
             inference.to = to = address(message)
-            inference.route = route = self._route(to)
-            inference.entry = route.entry
+            inference.choose(self._route(to))
             inference.enter(caller)
             rejection = inference.admit(len(message))
             if rejection is not None:
                 inference.reject(rejection)
                 return
-            inference.reply.run(inference.run, _parsing_bytes(message, to, route.parser))
+            inference.reply.run(inference.run, _parsing_bytes(message, to, inference.route.parser))
         except Exception as error:
             inference.reject(error)
 

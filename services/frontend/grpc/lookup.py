@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,18 @@ import grpc
 from hps.bounded_memo import memoize
 from hps.config.auth import Role
 from hps.config.server_settings import ServerSettings
+from hps.config.traffic_settings import RequestKey
+from hps.errors import HpsError
 from hps.lookup.base import LookupModel
 from hps.lookup.remote.model_description import describe_model
+from hps.node.served_versions import CURRENT
+from hps.node.traffic_split import ValueOf
 from hps.observability.profile import Profile
 from hps.types import JaggedKeys, LookupRequest, LookupResult
 from hps.v1 import lookup_pb2 as pb
 from services.frontend.auth import Authorizer
-from services.frontend.grpc.call_identity import caller_of
+from services.frontend.endpoints import Output
+from services.frontend.grpc.call_identity import caller_of, metadata_value
 from services.frontend.grpc.inference import GrpcInference
 from services.frontend.grpc.lookup_request import LookupRequestParser
 from services.frontend.grpc.method_handlers import UnaryHandler
@@ -26,6 +32,7 @@ from services.frontend.grpc.protobuf_wire import field, parse_message
 from services.frontend.grpc.responders import CallContext, UnaryResponder
 from services.frontend.grpc.unary_services import handlers_of
 from services.frontend.inference import InferencePort
+from services.frontend.shadow import Shadow
 from services.frontend.state import FrontendState, ServedEndpoint
 from services.frontend.statistics import Stages
 
@@ -151,7 +158,10 @@ class LookupService:
         try:
             inference.enter(caller_of(reply, self._guard))
             request = parse_message(pb.LookupRequest, message)
-            inference.parser = parser = self._parser(request.asked)
+            parser = self._parser(request.asked)
+            if parser.choose is not None:
+                parser = parser.choose(partial(_value_of, reply.context, request, parser))
+            inference.parser = parser
             entry = inference.entry = parser.entry
             entry.freshness.require()
             keys = parser.keys(request)
@@ -171,10 +181,25 @@ class LookupService:
                 engine = entry.lookup if profile is None else entry.served.engine
                 start = partial(engine.submit, lookup_request)
             inference.future = entry.endpoint.admit(start, len(message), deadline)
+            shadow = None if parser.names_version else entry.shadow
+            if shadow is not None and shadow.takes():
+                with suppress(HpsError):  # the live request goes on
+                    self._mirror(shadow, inference, request, len(message))
         except Exception as error:
             inference.reject(error)
         else:
             inference.wait()
+
+    def _mirror(self, shadow: Shadow, inference: _LookupInference, request: Any, size: int) -> None:
+        """Mirror a lookup to the shadow version."""
+        parser = inference.parser
+        target = self._state.entry(shadow.target.name, shadow.target.version)
+        features = parser.features(request, parser.keys(request))
+
+        def submit(deadline: float) -> Future[LookupResult]:
+            return target.lookup.submit(LookupRequest(features, deadline, by_table=parser.by_table))
+
+        shadow.add(inference.future, _vectors, submit, _vectors, size)
 
     def _parser(self, asked: bytes) -> LookupRequestParser:
         """Return the parser of the requests with these bytes of ``Asked``."""
@@ -183,6 +208,7 @@ class LookupService:
         if parser is None:
             description = parse_message(pb.Asked, asked)
             parser = self._make_parser(description, self._entry(description))
+            parser.choose = self._chooser(description, parser)
             if len(asked) <= _ASKED_BYTES:
                 parser.prepare()
                 memoize(parsers, asked, parser, _PARSERS_KEPT)
@@ -191,6 +217,28 @@ class LookupService:
     def _make_parser(self, description: Any, entry: ServedEndpoint) -> LookupRequestParser:
         digest, metrics = self._digest(entry), self._state.metrics
         return LookupRequestParser(description, entry, digest, self._max_keys, metrics)
+
+    def _chooser(
+        self, description: Any, current: LookupRequestParser
+    ) -> Callable[[ValueOf], LookupRequestParser] | None:
+        """Return the choice of a parser by the model's traffic rule, for requests that name no version."""
+        name = current.entry.name
+        split = self._state.splits.get(name)
+        if split is None or description.version or description.label:
+            return None
+        found = self._state.addresses[name]
+        parsers = {CURRENT: current}
+
+        def choose(value_of: ValueOf) -> LookupRequestParser:
+            reference = split.choose(value_of)
+            parser = parsers.get(reference)
+            if parser is None:  # threads may race; both parsers are right
+                entry = found.get(reference, current.entry)
+                parsers[reference] = parser = self._make_parser(description, entry)
+                parser.prepare()
+            return parser
+
+        return choose
 
     def _digest(self, entry: ServedEndpoint) -> int:
         """Return the digest of the entry's description; the entry may be out of service by now."""
@@ -214,6 +262,10 @@ def lookup_handlers(service: LookupService, guard: Authorizer) -> dict[str, grpc
     }
 
 
+def _vectors(result: LookupResult) -> list[Output]:
+    return list(result.vectors.items())
+
+
 def _version_of(entry: ServedEndpoint) -> Version:
     return entry.served.name, entry.version
 
@@ -224,3 +276,12 @@ def _profile_field(profile: Profile, stages: Stages) -> bytes:
     profile.stage("encode", inferred, done)
     profile.ns = done - started
     return field(_PROFILE, profile.packed())
+
+
+def _value_of(
+    context: CallContext, request: Any, parser: LookupRequestParser, key: RequestKey
+) -> str | None:
+    """Return a request's value for a traffic rule; lookups have no parameters."""
+    if key.kind == "header":
+        return metadata_value(context, key.name)
+    return parser.first_key(request, key.name) if key.kind == "input" else None

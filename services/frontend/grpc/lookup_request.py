@@ -7,6 +7,7 @@ twice more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from hps.errors import BadRequest
 from hps.lookup.base import PreparedSubmit
+from hps.node.traffic_split import ValueOf, input_text
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
 from hps.types import JaggedKeys, KeyArray, LookupRequest, LookupResult
@@ -53,6 +55,9 @@ class LookupRequestParser:
         self.observe = metrics.histogram(
             m.REQUEST_SECONDS, "grpc", "lookup", entry.name, entry.version, "OK"
         ).observe
+        self.choose: Callable[[ValueOf], LookupRequestParser] | None = None
+        """Returns the parser in this one's place for a request, if a traffic rule chooses its version."""
+        self.names_version = bool(asked.version or asked.label)
         self.prepared: PreparedSubmit | None = None
         """Submits requests without offsets and weights; set by `prepare`."""
         self._digest = digest
@@ -102,6 +107,14 @@ class LookupRequestParser:
         features = {each.name: JaggedKeys(keys[each.keys], each.batch) for each in self._names}
         request = LookupRequest(features, None, self.report, by_table=self.by_table)
         self.prepared = self.entry.lookup.prepare(request)
+
+    def first_key(self, request: Any, name: str) -> str | None:
+        """Return the first key of a feature or table as text; None if there is none."""
+        for each in self._names:
+            if each.name == name and each.keys.start < each.keys.stop:
+                at = each.keys.start * _INT64.itemsize
+                return input_text(np.frombuffer(request.keys[at : at + _INT64.itemsize], _INT64))
+        return None
 
     def keys(self, request: Any) -> list[KeyArray]:
         """Return the keys of each name, ``(n,)``, read-only. Raises ``BadRequest``."""

@@ -226,7 +226,9 @@ def _description_end(message: bytes, at: int) -> int:
 
 
 def _parameters(form: GrpcRequestTemplate, parameters: Any) -> None:
-    """Read the known request parameters; ignore others."""
+    """Read the request parameters; unknown ones matter for traffic rules only."""
+    if parameters:
+        form.parameters = {name: _value(each) for name, each in parameters.items()}
     for name in ("timeout", "top_k"):
         if name in parameters:
             value = _value(parameters[name])

@@ -6,7 +6,7 @@ A head is kept for further requests with the same bytes, apart from the lines th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from hps.tracing import RequestContext
 from services.frontend.http.body import accepted_coding
@@ -18,9 +18,9 @@ _PASSING = frozenset({b"content-encoding", b"expect", b"transfer-encoding", b"up
 # Headers that differ from request to request and do not affect parsing. A header that is continued on the
 # next line does not count as one of them.
 _OWN = frozenset({b"traceparent", b"tracestate", b"x-request-id"})
-_OWN_LINE = re.compile(
-    rb"\r\n((?i:traceparent|tracestate|x-request-id)):[ \t]*([\x21-\x7e][\x20-\x7e]*)?(?=\r\n(?![ \t]))"
-)
+_OWN_LINE = rb"\r\n((?i:%b)):[ \t]*([\x21-\x7e][\x20-\x7e]*)?(?=\r\n(?![ \t]))"
+# Headers of traffic rules that affect parsing or authentication, which need them in each head.
+_NEEDED = frozenset({b"x-api-key", b"x-forwarded-for"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -28,7 +28,7 @@ class RequestHead:
     """Route, headers, request ID and trace context of an inference request.
 
     ``coding`` is the content coding that the client accepts, or None. ``body_size``: the bytes after a head
-    that is kept.
+    that is kept. ``own``: headers that only this request has, if the others are from a head that was kept.
     """
 
     __slots__ = (
@@ -36,12 +36,14 @@ class RequestHead:
         "coding",
         "headers",
         "identity",
+        "own",
         "route",
     )
 
     def __init__(self, route: HttpRoute | None, headers: dict[bytes, bytes]) -> None:
         self.route = route
         self.headers = headers
+        self.own: Mapping[bytes, bytes] = {}
         self.body_size = 0
         accept = headers.get(b"accept-encoding")
         self.coding = None if accept is None else accepted_coding(accept)
@@ -49,8 +51,28 @@ class RequestHead:
 
     @property
     def is_crowded(self) -> bool:
-        """True if the requests in flight to the model have reached their limit."""
-        return self.route is not None and self.route.entry.endpoint.is_saturated
+        """True if the requests in flight to the model have reached their limit.
+
+        False where a traffic rule has yet to choose the version."""
+        route = self.route
+        return route is not None and route.split is None and route.entry.endpoint.is_saturated
+
+    def chosen_route(self) -> HttpRoute:
+        """Return the route; of one that is divided, the choice, unless that needs the body."""
+        route = self.route
+        assert route is not None
+        if route.split is None or route.split.needs_body:
+            return route
+        chosen: HttpRoute = route.split.choose(self.header, None)
+        return chosen
+
+    def header(self, name: str) -> str | None:
+        """Return a header's value by its name in lower case."""
+        key = name.encode()
+        value = self.own.get(key)
+        if value is None:
+            value = self.headers.get(key)
+        return None if value is None else value.decode("latin-1")
 
     @property
     def is_cacheable(self) -> bool:
@@ -64,6 +86,7 @@ class RequestHead:
         other.headers = self.headers
         other.body_size = self.body_size
         other.coding = self.coding
+        other.own = own
         other._name(own)
         return other
 
@@ -78,19 +101,33 @@ class RequestHead:
             self.identity = NO_IDENTITY
 
 
-def split_request_lines(text: bytes) -> tuple[bytes, dict[bytes, bytes]]:
-    """Split a head's bytes into the part that is repeated and the headers unique to one request."""
-    pieces = _OWN_LINE.split(text)
-    own = {
-        name.lower(): (value or b"").rstrip()
-        for name, value in zip(pieces[1::3], pieces[2::3], strict=True)
-    }
-    return b"".join(pieces[::3]), own
+class HeadLines:
+    """Splits heads into the part that requests repeat and the headers unique to one request.
+
+    ``names``: headers that may differ from request to request, in addition to IDs; names in lower case."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        further = {name.encode() for name in names}
+        # Others may affect the answer; heads that differ in them are kept separately.
+        further = {name for name in further if name.startswith(b"x-")} - _NEEDED
+        every = b"|".join(re.escape(name) for name in sorted(_OWN | further))
+        self._line = re.compile(_OWN_LINE % every)
+
+    def split(self, text: bytes) -> tuple[bytes, dict[bytes, bytes]]:
+        """Split a head's bytes into the part that is repeated and the headers unique to one request."""
+        pieces = self._line.split(text)
+        own = {
+            name.lower(): (value or b"").rstrip()
+            for name, value in zip(pieces[1::3], pieces[2::3], strict=True)
+        }
+        return b"".join(pieces[::3]), own
 
 
-def shared_headers(headers: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-    """Return the headers without those unique to one request."""
-    return {name: value for name, value in headers.items() if name not in _OWN}
+def shared_headers(
+    headers: Mapping[bytes, bytes], own: Mapping[bytes, bytes]
+) -> dict[bytes, bytes]:
+    """Return the headers without those unique to one request, which are IDs and ``own``."""
+    return {n: value for n, value in headers.items() if n not in _OWN and n not in own}
 
 
 def request_id(headers: Mapping[bytes, bytes]) -> str:

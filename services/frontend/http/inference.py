@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from hps.errors import BadRequest
@@ -16,6 +17,7 @@ from services.frontend.http.request import JsonInferenceRequest
 from services.frontend.http.response import HttpReply
 from services.frontend.http.routes import HttpRoute
 from services.frontend.inference import Inference, InferencePort
+from services.frontend.inference_request import InferenceRequest
 from services.frontend.pending import failed_future
 
 
@@ -42,8 +44,7 @@ class HttpInference(Inference):
     def address(self) -> str:
         return self._peer.host
 
-    def _decode(self, body: bytes) -> JsonInferenceRequest:
-        route = self._route
+    def _decode(self, body: bytes, route: HttpRoute) -> JsonInferenceRequest:
         size = header_size(self._head.headers.get(b"inference-header-content-length"), len(body))
         if size == 0:
             return route.parser.raw(body, route.entry.endpoint.raw_input)
@@ -57,7 +58,14 @@ class HttpInference(Inference):
                 raise rejection
         finally:
             del rejection  # break the reference cycle: the error's traceback refers to this frame
-        self.submit(self._decode(body))
+        route = self._route
+        if route.split is None:
+            call: InferenceRequest = self._decode(body, route)
+        else:
+            chosen, call = route.split.decode(self._head.header, partial(self._decode, body))
+            self._route = chosen
+            self.redirect(chosen.entry, len(body))
+        self.submit(call)
         self.outcome = self.future
 
     def ready_reply(self) -> HttpReply | None:

@@ -13,13 +13,14 @@ from typing import Any
 
 from hps.config.server_settings import ServerSettings
 from hps.errors import HpsError, Unavailable
+from hps.node.served_versions import CURRENT
 from services.frontend.auth import Authorizer
 from services.frontend.errors import Overloaded, RequestBodyTimeout, RequestTooLarge
 from services.frontend.http.arriving_request import ArrivingRequest
 from services.frontend.http.asgi import App, Receive, Scope, Send
 from services.frontend.http.body import ClientGone, decompress, read_body
 from services.frontend.http.failures import error_reply, send_error
-from services.frontend.http.head import RequestHead, shared_headers, split_request_lines
+from services.frontend.http.head import HeadLines, RequestHead, shared_headers
 from services.frontend.http.inference import HttpInference
 from services.frontend.http.peer import ConnectionPeer, peer_of
 from services.frontend.http.response import HttpReply
@@ -52,17 +53,24 @@ class InferApp:
         self._routes: dict[str, HttpRoute] = {}
         # Parsed heads by their bytes. They keep references to their routes.
         self._heads: dict[bytes, RequestHead] = {}
+        self._lines = HeadLines()
         state.on_models_changed(self._find_routes)
 
     def _find_routes(self) -> None:
         """Update the routes to the served names; an unchanged name keeps its route and cached templates."""
-        known = {route.entry: route for route in self._routes.values()}
+        known = {r.entry: r for r in self._routes.values() if r.split is None}
         routes: dict[str, HttpRoute] = {}
+        headers: set[str] = set()
         for name, found in self.state.addresses.items():
             for version, entry in found.items():
                 route = known.get(entry) or http_route(entry, self._port, self._max_keys)
                 known[entry] = routes[inference_path(name, version)] = route
+            if (split := self.state.splits.get(name)) is not None:
+                chosen = {version: known[entry] for version, entry in found.items()}
+                routes[inference_path(name, CURRENT)] = chosen[CURRENT].divided(split, chosen)
+                headers |= {key.name for key in split.keys if key.kind == "header"}
         self._heads.clear()
+        self._lines = HeadLines(headers)
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,12 +84,13 @@ class InferApp:
             await self._rest(scope, receive, send)
             return
         head, peer = RequestHead(route, dict(scope["headers"])), peer_of(scope)
+        route = head.chosen_route()
         inference = HttpInference(self._port, route, head, peer)
         admitted = False
         body: bytes | None = None
         try:
             inference.enter(self._check(head, peer))
-            if route.entry.endpoint.is_saturated:
+            if route.split is None and route.entry.endpoint.is_saturated:
                 route.entry.endpoint.require_capacity(_announced(head.headers))
             admitted = True
             room = self.state.admission.byte_budget
@@ -106,7 +115,7 @@ class InferApp:
         size = request.find(b"\r\n\r\n") + 4
         head = self._heads.get(request[:size])
         if head is None:
-            text, own = split_request_lines(request[:size])
+            text, own = self._lines.split(request[:size])
             if not own or (head := self._heads.get(text)) is None:
                 return None, 0
             head = head.named(own)
@@ -126,9 +135,10 @@ class InferApp:
         if len(self._heads) >= _HEADS_KEPT:
             self._heads.clear()
         head.body_size = body_size
+        repeated, own = self._lines.split(text)
         bare = head.named({})
-        bare.headers = shared_headers(head.headers)
-        self._heads[split_request_lines(text)[0]] = bare
+        bare.headers = shared_headers(head.headers, own)
+        self._heads[repeated] = bare
 
     def begin(self, head: RequestHead, body: bytes, peer: ConnectionPeer) -> HttpInference:
         """Begin a complete request of ``peer``. If it raises, the request has had no effect."""
@@ -155,8 +165,7 @@ class InferApp:
         return ArrivingRequest(inference, text, head.body_size, self.state.admission.byte_budget)
 
     def _entered(self, head: RequestHead, peer: ConnectionPeer) -> HttpInference:
-        assert head.route is not None
-        inference = HttpInference(self._port, head.route, head, peer)
+        inference = HttpInference(self._port, head.chosen_route(), head, peer)
         inference.enter(self._check(head, peer))
         return inference
 
@@ -166,6 +175,8 @@ class InferApp:
         if route is None or not route.entry.endpoint.is_saturated:
             return None
         head = RequestHead(route, dict(scope["headers"]))
+        if not head.is_crowded:
+            return None
         if b"expect" in head.headers:  # the body may be withheld
             return None
         head.body_size = _announced(head.headers)

@@ -15,10 +15,21 @@ from services.frontend.auth import Authorizer
 from services.frontend.http.api import JsonAnswer, answers, failure, json_body, needs, takes
 from services.frontend.metadata import server_metadata
 from services.frontend.model_control import index as listed
-from services.frontend.model_control import label, load, rollback, switch, unload
+from services.frontend.model_control import (
+    label,
+    load,
+    rollback,
+    set_traffic,
+    switch,
+    traffic,
+    unload,
+)
 from services.frontend.path_redaction import without_paths
 from services.frontend.state import FrontendState
 from services.server_state import ServerState
+
+# Changes of the served versions.
+_CONTROL = ("load", "unload", "label", "switch", "rollback", "traffic")
 
 
 def health_routes(state: ServerState[Any]) -> APIRouter:
@@ -124,7 +135,7 @@ def repository_routes(state: FrontendState, guard: Authorizer, *, control: bool)
 
     async def unsupported(request: Request) -> Response:
         hint = ""
-        if request.url.path.endswith(("/load", "/unload", "/label", "/switch", "/rollback")):
+        if request.url.path.endswith(tuple(f"/{verb}" for verb in _CONTROL)):
             hint = " here; use the admin port, or set models.control: all"
         raise Unsupported(f"{request.method} {request.url.path} is not offered{hint}")
 
@@ -135,7 +146,7 @@ def repository_routes(state: FrontendState, guard: Authorizer, *, control: bool)
     if control:
         router.include_router(_control_routes(state, guard))
     else:
-        for verb in ("load", "unload", "label", "switch", "rollback"):
+        for verb in _CONTROL:
             router.add_api_route(
                 f"/v2/repository/models/{{model}}/{verb}",
                 control_unsupported,
@@ -231,6 +242,20 @@ def _add_switch_routes(router: APIRouter, state: FrontendState, errors: list[int
         _parameters(await json_body(request))
         version = await run_in_threadpool(rollback, state, model)
         return JsonAnswer({"name": model, "version": str(version)})
+
+    path = "/v2/repository/models/{model}/traffic"
+
+    @router.post(path, responses=answers("Traffic", errors), openapi_extra=takes("TrafficChange"))
+    async def change_traffic(request: Request, model: str) -> Response:
+        """Set which versions answer requests without a version, and the bounds for an automatic rollback:
+        ``parameters`` is the rule; an empty one removes it."""
+        rule = _parameters(await json_body(request))
+        return JsonAnswer(await run_in_threadpool(set_traffic, state, model, rule))
+
+    @router.get(path, responses=answers("Traffic", errors))
+    async def read_traffic(model: str) -> Response:
+        """The traffic rule of a model, and its versions' shares of the requests without a version."""
+        return JsonAnswer(traffic(state, model))
 
 
 def _parameters(body: dict[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,21 @@ SCHEMAS: dict[str, Any] = {
             reason=_TEXT,
             labels=_list(_TEXT),
             current={"type": "boolean"},
+            weight={"type": "number"},
         )
+    ),
+    "Traffic": _object(
+        ["name", "rule", "versions"],
+        name=_TEXT,
+        rule={"type": "object"},
+        versions=_list(
+            _object(
+                ["version", "weight", "reason"],
+                version=_TEXT,
+                weight={"type": "number"},
+                reason=_TEXT,
+            )
+        ),
     ),
     "Status": _object(["phase", "ready"], phase=_TEXT, ready={"type": "boolean"}),
     "Models": _object(["models"], models=_list({"type": "object"})),
@@ -180,6 +194,17 @@ SCHEMAS: dict[str, Any] = {
     ),
     "ModelLabel": _object([], parameters=_object(["label"], label=_TEXT, version=_VERSION)),
     "ModelSwitch": _object([], parameters=_object(["version"], version=_VERSION)),
+    "TrafficChange": _object(
+        [],
+        parameters=_object(
+            [],
+            weights={"type": "object", "additionalProperties": {"type": "number"}},
+            sticky={"type": ["string", "null"]},
+            matches=_list({"type": "object"}),
+            shadow={"type": ["object", "null"]},
+            rollback={"type": ["object", "null"]},
+        ),
+    ),
     "ModelRollback": _object([], parameters={"type": "object"}),
     "ModelLoaded": _object(["name", "version"], name=_TEXT, version=_TEXT, warning=_TEXT),
     "ModelUnload": _object([], parameters=_object([], version=_VERSION)),

@@ -202,6 +202,7 @@ def _with_options(
         for value in parameters.values():
             if type(value) not in (str, int, float, bool):
                 raise ValueError("parameters")
+        form.parameters = parameters
         form.others_binary = binary = parameters.get("binary_data_output", False)
         form.timeout_us = timeout = parameters.get("timeout", 0)
         form.top_k = top_k = parameters.get("top_k")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from services.frontend.http.request import HttpRequestParser
 from services.frontend.http.response import HttpReply, HttpResponseEncoder
-from services.frontend.inference import InferencePort, InferenceRoute
+from services.frontend.inference import InferencePort
+from services.frontend.inference_route import InferenceRoute
 from services.frontend.state import ServedEndpoint
 
 HttpRoute = InferenceRoute[HttpRequestParser, HttpReply]

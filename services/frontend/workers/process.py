@@ -82,6 +82,7 @@ class WorkerProcess(ServerProcess[OpenModels]):
                 "set_not_ready": self._set_not_ready,
                 "record_keys": self._record_keys,
                 "recorded_keys": self._recorded_keys,
+                "watched": self.state.take_watched,
                 "end_recording": self._end_recording,
             }
         )

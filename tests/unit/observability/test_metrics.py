@@ -46,7 +46,7 @@ def test_metric_table_follows_the_naming_rules():
         assert spec.help.endswith(".")
         assert spec.name.endswith("_total") == (spec.kind == "counter")
         if spec.kind == "histogram":
-            assert spec.name.endswith(("_seconds", "_requests", "_scores"))
+            assert spec.name.endswith(("_seconds", "_requests", "_scores", "_difference"))
     assert list(SECONDS_BUCKETS) == sorted(SECONDS_BUCKETS)
     assert SECONDS_BUCKETS[0] < 1e-3
     assert list(SCORE_BUCKETS) == sorted(SCORE_BUCKETS)

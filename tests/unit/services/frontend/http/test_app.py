@@ -82,6 +82,7 @@ def test_index_lists_all_names(data, call):
         "reason": "",
         "labels": [],
         "current": True,
+        "weight": 100.0,
     }
     assert call(data, "POST", "/v2/repository/index").json() == index
 

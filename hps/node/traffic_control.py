@@ -1,0 +1,103 @@
+"""Change the traffic rule of a served model: by request, or when a new version leaves the rule's bounds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Protocol
+
+from hps.config.traffic_settings import TrafficRule
+from hps.errors import BadRequest, NotFound
+from hps.node.node import Node
+from hps.node.version_choice import VersionChoice
+from hps.node.version_switcher import VersionSwitcher
+from hps.observability import metric_names as m
+
+log = logging.getLogger(__name__)
+
+
+class _Rollback(Protocol):
+    def __call__(self, name: str, *, automatic: str) -> int: ...
+
+
+class TrafficControl:
+    """Changes the traffic rules of one open node. Any thread may call it."""
+
+    def __init__(
+        self,
+        node: Node,
+        switcher: VersionSwitcher,
+        change: Callable[[str], AbstractContextManager[None]],
+        rollback: _Rollback,
+    ) -> None:
+        """``change`` is entered for a change of a model; it raises NotFound. ``rollback``
+        makes the previous version the current one."""
+        self._node, self._switcher = node, switcher
+        self._change, self._rollback = change, rollback
+
+    def set_rule(self, name: str, rule: TrafficRule | None) -> None:
+        """Set which versions answer requests without a version, and when the node rolls back; None: the
+        current one, never.
+
+        Raises ``BadRequest`` for a version or label that is not served, and ``NotFound``."""
+        with self._change(name):
+            for reference in sorted(set() if rule is None else rule.references):
+                try:
+                    self._node.models.find(name, reference)
+                except NotFound as error:
+                    raise BadRequest(f"the traffic rule names '{reference}': {error}") from None
+            choice = self._switcher.choices[name]
+            if rule is not None and (
+                given := choice.references_to({choice.current}) & {*rule.weights}
+            ):
+                raise BadRequest(
+                    f"version {min(given)} is the current one of model '{name}', which gets the requests "
+                    "that the weights leave; give weights to other versions only"
+                )
+            self._switcher.apply(name, choice.with_traffic(rule), "traffic")
+        log.info("model %s: traffic rule %s", name, "removed" if rule is None else rule.as_json())
+
+    def choice(self, name: str) -> VersionChoice | None:
+        """What is served of a model; None: nothing."""
+        return self._switcher.choices.get(name)
+
+    def roll_back(self, name: str, version: int, reason: str, detail: str) -> int | None:
+        """Take the requests from ``version``; returns the current version then, None if nothing changed.
+
+        A version with a share loses it; the current version is replaced by the previous one. ``reason`` is
+        ``errors``, ``latency`` or ``scores``; ``detail`` is a sentence for the operator. Raises as
+        `ModelControl.rollback`."""
+        choice = self.choice(name)
+        if choice is None or (version == choice.current and choice.previous is None):
+            return None
+        if version == choice.current:
+            with suppress(NotFound):  # unloaded meanwhile
+                self._rollback(name, automatic=detail)
+        else:
+            with self._change(name):
+                changed = self._switcher.choices[name].without_share(
+                    {version}, detail, matches=True
+                )
+                self._switcher.apply(name, changed, "automatic")
+        after = self.choice(name)
+        if after is None or version not in after.rolled_back:
+            return None
+        self._node.metrics.counter(m.MODEL_AUTOMATIC_ROLLBACKS, name, reason).add()
+        log.warning(
+            "model %s: version %d rolled back automatically, version %d answers its requests: %s",
+            name,
+            version,
+            after.current,
+            detail,
+        )
+        return after.current
+
+
+def require_unnamed(name: str, choice: VersionChoice, reference: str) -> None:
+    """Raise BadRequest if the traffic rule names a version's number or a label."""
+    if choice.traffic is not None and reference in choice.traffic.references:
+        raise BadRequest(
+            f"the traffic rule of model '{name}' names '{reference}'; change or remove the rule first "
+            f"(hps model traffic {name})"
+        )

@@ -1,0 +1,189 @@
+"""Automatic rollback at a real server: networks that fail, are slow, or score differently; and a good one."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import re
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from benchmarks.peers.hps_server import start_hps
+from hps.config.model_schema import ModelSpec
+from hps.models.version_writer import write_version
+from hps.native import COMPILED
+from hps.observability import metric_names as m
+from tests.integration.test_model_switch import Server
+from tests.support.network_variants import variant
+from tests.support.small_models import RANKING
+from tests.support.waiting import until
+
+KINDS = {1: "same", 2: "failing", 3: "slow", 4: "shifted", 5: "same"}
+REASONS = {2: "errors", 3: "latency", 4: "scores"}
+# The machine may be busy: slow is some ten times as slow.
+BOUNDS = {"watch_s": 60, "min_requests": 50, "max_p99_ratio": 3}
+
+
+def tables():
+    def table(first, last, dim):
+        keys = np.arange(first, last)
+        return keys, keys[:, None] + np.arange(dim, dtype=np.float32) / 8
+
+    return {"users": table(0, 100, 4), "items": table(-50, 50, 2)}
+
+
+def write(root):
+    spec = ModelSpec.model_validate(RANKING)
+    for version, kind in KINDS.items():
+        write_version(root, spec, version, tables(), dense=variant(kind))
+
+
+def request(batch=3):
+    def keys(low, high, *shape):
+        size = int(np.prod(shape))
+        return [random.randrange(low, high) for _ in range(size)]
+
+    return {
+        "inputs": [
+            {"name": "user", "datatype": "INT64", "shape": [1, 1], "data": keys(0, 100, 1)},
+            {
+                "name": "item",
+                "datatype": "INT64",
+                "shape": [batch, 1],
+                "data": keys(-50, 50, batch),
+            },
+            {
+                "name": "history",
+                "datatype": "INT64",
+                "shape": [batch, 1],
+                "data": keys(-50, 50, batch),
+            },
+            {"name": "dense", "datatype": "FP32", "shape": [batch, 3], "data": [0.5] * 3 * batch},
+        ]
+    }
+
+
+class Clients:
+    """Threads that send requests with four samples or, if ``odd``, three."""
+
+    def __init__(self, server, threads=2):
+        self.odd = False
+        self.statuses, self.versions = [], []
+        self._server, self._ended = server, threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self):
+        connection = http.client.HTTPConnection(self._server.hps.address, timeout=60)
+        while not self._ended.is_set():
+            body = request(3 if self.odd else 4)
+            connection.request("POST", "/v2/models/clicks/infer", json.dumps(body))
+            reply = connection.getresponse()
+            answer = json.loads(reply.read())
+            self.statuses.append(reply.status)
+            if reply.status == 200:
+                self.versions.append(int(answer["model_version"]))
+        connection.close()
+
+    def more(self, number):
+        seen = len(self.versions)
+        until(lambda: len(self.versions) >= seen + number, timeout_s=60)
+
+    def close(self):
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+
+@contextmanager
+def serving(folder, workers):
+    write(folder / "models")
+    models = {"serve": {"clicks": {"version": 1}}}
+    with start_hps(folder, limits={"workers": workers}, models=models) as hps:
+        server = Server(hps, None, None, folder / "models")
+        clients = Clients(server)
+        try:
+            yield server, clients
+        finally:
+            clients.close()
+
+
+@pytest.fixture(params=[0, 2])
+def served(request, tmp_path):
+    """Without workers, and with two."""
+    if request.param and not COMPILED:
+        pytest.skip("a shared cache needs the native core")
+    with serving(tmp_path, request.param) as both:
+        yield both
+
+
+def post(server, verb, **parameters):
+    path = f"/v2/repository/models/clicks/{verb}"
+    status, answer = server.post(path, {"parameters": parameters})
+    assert status == 200, answer
+    return answer
+
+
+def listed(server):
+    index = server.post("/v2/repository/index")[1]
+    return {each["version"]: each for each in index if each["name"] == "clicks"}
+
+
+def rolled_back(server, version):
+    time.sleep(0.1)
+    return listed(server)[str(version)].get("reason", "") not in ("", "unloaded")
+
+
+@pytest.mark.parametrize("version", REASONS)
+def test_a_bad_canary_loses_its_share(served, version):
+    server, clients = served
+    post(server, "load", version=version, beside=True)
+    clients.odd = True
+    post(server, "traffic", weights={str(version): 40}, rollback=BOUNDS)
+    until(lambda: rolled_back(server, version), timeout_s=60)
+    assert listed(server)["1"]["weight"] == 100
+    clients.versions.clear()
+    clients.more(300)
+    assert {*clients.versions[-100:]} == {1}
+    log = server.hps.log.read_text()
+    assert f"version {version} rolled back automatically, version 1 answers its requests" in log
+    with urllib.request.urlopen(f"http://{server.hps.admin}/metrics") as reply:
+        counted = re.findall(
+            m.MODEL_AUTOMATIC_ROLLBACKS + r"{.*?reason=\"(.*?)\"} 1", reply.read().decode()
+        )
+    assert counted == [REASONS[version]]
+
+
+def test_a_bad_switch_goes_back(served):
+    server, clients = served
+    post(server, "traffic", rollback=BOUNDS)
+    clients.more(400)
+    post(server, "load", version=4)
+    until(lambda: rolled_back(server, 4), timeout_s=60)
+    note = listed(server)["4"]
+    assert "population stability index" in note["reason"]
+    until(lambda: listed(server)["1"]["current"])
+    clients.versions.clear()
+    clients.more(300)
+    assert {*clients.versions[-100:]} == {1}
+    post(server, "load", version=4)  # the operator insists: it is watched again
+    until(lambda: listed(server)["1"]["current"], timeout_s=60)
+
+
+def test_a_good_version_stays(tmp_path):
+    with serving(tmp_path, 0) as (server, clients):
+        post(server, "load", version=5, beside=True)
+        post(server, "traffic", weights={"5": 50}, rollback=BOUNDS)
+        clients.more(1000)
+        assert listed(server)["5"]["weight"] == 50
+        post(server, "switch", version=5)
+        clients.more(1000)
+        assert listed(server)["5"]["current"]
+        assert not rolled_back(server, 5)
