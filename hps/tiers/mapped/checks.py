@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 
 from hps.errors import TierError
 from hps.native.mapped_format import BLOCK_BYTES
@@ -19,7 +20,8 @@ _BLOCKS = 8
 class MappedChecks:
     """Verifies the mapped file of each of ``tables`` once, on a thread, at most ``bytes_per_s``.
 
-    ``tables`` is read again ``every_s`` seconds: more may be served later. Close it before the tier."""
+    A file that is served again later is not verified again, unless it was replaced. ``tables`` is read
+    again ``every_s`` seconds: more may be served later. Close it before the tier."""
 
     def __init__(
         self,
@@ -32,7 +34,7 @@ class MappedChecks:
         self._tier, self._tables, self._bytes_per_s = tier, tables, bytes_per_s
         self._every_s = every_s
         self._closed = threading.Event()
-        self._done: set[str] = set()
+        self._done: dict[str, Hashable] = {}  # by table: the stamp of the file
         self._thread = threading.Thread(target=self._run, name="hps-mapped-checks", daemon=True)
         self._thread.start()
 
@@ -43,11 +45,20 @@ class MappedChecks:
     def _run(self) -> None:
         while not self._closed.wait(self._every_s):
             tables = {table.id: table for table in self._tables()}
-            self._done &= tables.keys()
             for name, table in tables.items():
-                if name not in self._done and not self._closed.is_set():
-                    self._done.add(name)
+                stamp = self._stamp(table)
+                if self._done.get(name) != stamp and not self._closed.is_set():
+                    self._done[name] = stamp
                     self._verify(table)
+
+    def _stamp(self, table: EmbeddingTable) -> Hashable:
+        """What changes when a table's file is replaced; None if it has no file now."""
+        with suppress(OSError, TierError):
+            mapped = self._tier.mapped(table)
+            if mapped is not None:
+                status = mapped.file.header.path.stat()
+                return status.st_ino, status.st_mtime_ns, status.st_size
+        return None
 
     def _verify(self, table: EmbeddingTable) -> None:
         try:

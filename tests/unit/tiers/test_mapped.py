@@ -241,6 +241,30 @@ def test_damaged_block_is_answered_by_the_default(tmp_path, table):
     tier.close()
 
 
+def test_a_file_is_verified_once_until_it_is_replaced(tmp_path, table):
+    opened = Opened(tmp_path, table, np.arange(1000))
+    tier = opened.mapped()
+    served, checked, real = [table], [], tier.check_blocks
+
+    def check(*arguments):
+        checked.append(arguments)
+        return real(*arguments)
+
+    tier.check_blocks = check
+    checks = MappedChecks(tier, lambda: list(served), 1 << 30, every_s=0.01)
+    until(lambda: len(checked) == 1)
+    served.clear()
+    time.sleep(0.05)
+    served.append(table)
+    time.sleep(0.1)
+    assert len(checked) == 1, "served again, as after a switch and back"
+    path = tier.mapped(table).file.header.path
+    os.utime(path, ns=(1, 1))
+    until(lambda: len(checked) == 2)
+    checks.close()
+    tier.close()
+
+
 @pytest.mark.skipif(os.environ.get("HPS_NATIVE") == "off", reason="the twin is ended by SIGBUS")
 def test_file_cut_short_degrades(tmp_path, table):
     keys = np.arange(100_000)
