@@ -83,6 +83,11 @@ class MappedTable final : public RowTable {
                    mapped_kernels_named(kernels));
   }
 
+  ~MappedTable() override {
+    const WithoutGil released;  // unmapping a file of 500 MB takes 20 ms and more
+    table_.reset();
+  }
+
   const hps::RowReader& reader() const override { return *table_; }
 
   nb::tuple fetch(Keys keys, Keys missing, Rows out, Array<std::uint64_t> versions,
