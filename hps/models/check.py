@@ -9,12 +9,14 @@ from typing import Literal
 import numpy as np
 
 from hps.errors import ModelError
+from hps.models.delta_files import DeltaFiles
 from hps.models.fused_files import FusedFiles
 from hps.models.manifest import checksum_file, compare_checksum
 from hps.models.mapped_file import MAPPED_FILE
 from hps.models.repository import ModelVersion
 from hps.models.tables import TableFiles
 from hps.native.mapped_format import damaged_blocks, read_header
+from hps.tiers.mapped.masked_positions import MASKED_POSITIONS_FILE, read_masked_positions
 from hps.types import Progress
 
 Level = Literal["OK", "WARN", "FAIL"]
@@ -45,7 +47,9 @@ def check_version(version: ModelVersion, progress: Progress) -> Iterator[Version
             f"table {files.name}", "OK", f"rows: {files.rows:,} of dim {files.dim}; sizes fit"
         )
         yield check_files(files, progress)
-        yield from _mapped(version, files, progress)
+        for pair in files.pairs:
+            yield from _mapped(version, pair, progress)
+        yield from _masked_positions(files)
         yield from _contents(files, progress)
         yield _repeated(files, _key_bits(version, files.name))
     if version.spec.dense is not None:
@@ -99,6 +103,28 @@ def _mapped(
         yield VersionFinding(what, "FAIL", text)
     else:
         yield VersionFinding(what, "OK", f"whole; blocks: {header.blocks:,}")
+
+
+def _masked_positions(files: TableFiles) -> Iterator[VersionFinding]:
+    """Check which rows of the base's mapped file a delta masks."""
+    if not isinstance(files, DeltaFiles):
+        return
+    what = f"table {files.name}: masked rows"
+    base = files.base.folder / MAPPED_FILE
+    path = files.delta.folder / MASKED_POSITIONS_FILE
+    masked = files.masked_rows()
+    if not (path.exists() and base.exists()):
+        yield VersionFinding(what, "OK", f"{len(masked):,} rows of the base")
+        return
+    try:
+        digest, positions = read_masked_positions(path, read_header(base))
+    except ModelError as error:
+        yield VersionFinding(what, "FAIL", str(error))
+        return
+    if (digest, len(positions)) != (files.digest, len(masked)):
+        yield VersionFinding(what, "WARN", f"{path} was written for other files and is not used")
+    else:
+        yield VersionFinding(what, "OK", f"{len(masked):,} rows of the base")
 
 
 def _contents(files: TableFiles, progress: Progress) -> Iterator[VersionFinding]:

@@ -36,6 +36,7 @@ from hps.models.repository import ModelVersion
 from hps.models.tables import TableFiles
 from hps.native.mapped_format import read_header
 from hps.tiers.mapped import MappedTier
+from hps.tiers.mapped.masked_positions import MASKED_POSITIONS_FILE, read_masked_positions
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
 from hps.types import EmbeddingTable, Progress, make_version
 
@@ -163,18 +164,34 @@ def map_table(version: ModelVersion, table: EmbeddingTable, store: RocksDbTier) 
     if not isinstance(store, MappedTier) or not store.maps or store.layout != "native":
         return False
     files = version.tables[table.name]
-    path = files.folder / MAPPED_FILE
-    if not path.exists():
+    paths = [pair.folder / MAPPED_FILE for pair in files.pairs]
+    if not all(path.exists() for path in paths):
         return False
+    rows = 0
+    for pair, path in zip(files.pairs, paths, strict=True):
+        try:
+            header = read_header(path)
+        except ModelError as error:
+            log.warning("table %s: its mapped file is not used: %s", table.id, error)
+            return False
+        if not header.is_of(pair.digest, table):
+            log.warning("table %s: %s is not used: it was made from other files", table.id, path)
+            return False
+        rows += header.rows
+    record = _record(version, table, files)
+    if len(paths) == 1:
+        return store.map(table, paths[0], replace(record, rows=rows))
     try:
-        header = read_header(path)
+        digest, masked = read_masked_positions(
+            paths[1].with_name(MASKED_POSITIONS_FILE), read_header(paths[0])
+        )
     except ModelError as error:
-        log.warning("table %s: its mapped file is not used: %s", table.id, error)
+        log.warning("table %s: its mapped files are not used: %s", table.id, error)
         return False
-    if not header.is_of(files.digest, table):
-        log.warning("table %s: %s is not used: it was made from other files", table.id, path)
+    if digest != files.digest:
+        log.warning("table %s: %s is not used: it was made from other files", table.id, paths[1])
         return False
-    return store.map(table, path, replace(_record(version, table, files), rows=header.rows))
+    return store.map(table, paths[0], replace(record, rows=rows - len(masked)), paths[1])
 
 
 def _record(version: ModelVersion, table: EmbeddingTable, files: TableFiles) -> LoadRecord:

@@ -30,6 +30,10 @@ FORMAT: Literal[1] = 1
 FILE_NAME = "manifest.json"
 DENSE_FILE = "dense.onnx"
 TABLES_FOLDER = "tables"
+KEY_FILE = "key"
+VECTOR_FILE = "emb_vector"
+DELTA_FOLDER = "delta"
+MASKED_FILE = "masked"
 _BLOCK = 1 << 20
 Checksum = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
 
@@ -57,25 +61,55 @@ class TableOrigin(_ManifestModel):
     watermark: Offsets = {}
 
 
+class DeltaEntry(_ManifestModel):
+    """Rows in the folder ``delta`` of a table, which change those of its files ``key`` and ``emb_vector``.
+
+    ``masked``: file with the numbers of the rows there that are replaced or removed. ``whole``: checksums of
+    the table's two files as they were published, before only the difference was kept."""
+
+    rows: int = Field(ge=0)
+    masked_rows: int = Field(ge=0)
+    key: FileEntry
+    emb_vector: FileEntry
+    masked: FileEntry
+    whole: tuple[Checksum, Checksum] | None = None
+
+
 class TableEntry(_ManifestModel):
-    """Rows, dim and files of a table. ``origin``: of a table that the version shares with another one."""
+    """Rows, dim and files of a table.
+
+    ``origin``: of a table that the version shares with another one. ``delta``: of one that differs little
+    from the base to which the other fields belong."""
 
     rows: int = Field(ge=0)
     dim: int = Field(ge=1)
     dtype: Literal["float32"] = "float32"
     key: FileEntry
     emb_vector: FileEntry
+    delta: DeltaEntry | None = None
     origin: TableOrigin | None = None
 
     @model_serializer(mode="wrap")
     def _without_unused(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what is unused, so that older releases read versions without it."""
         fields: dict[str, Any] = write(self)
-        return {name: value for name, value in fields.items() if name != "origin" or value}
+        return {n: v for n, v in fields.items() if n not in ("origin", "delta") or v is not None}
 
     @property
-    def checksums(self) -> tuple[str, str]:
-        return self.key.checksum, self.emb_vector.checksum
+    def checksums(self) -> tuple[str, str] | None:
+        """Of the table's two files as they were published; None if they never existed as a whole."""
+        if self.delta is None:
+            return self.key.checksum, self.emb_vector.checksum
+        return self.delta.whole
+
+    def files(self) -> dict[str, FileEntry]:
+        """The files, by their paths in the table's folder."""
+        files = {KEY_FILE: self.key, VECTOR_FILE: self.emb_vector}
+        if (delta := self.delta) is not None:
+            entries = delta.key, delta.emb_vector, delta.masked
+            names = KEY_FILE, VECTOR_FILE, MASKED_FILE
+            files |= {f"{DELTA_FOLDER}/{n}": e for n, e in zip(names, entries, strict=True)}
+        return files
 
 
 class Manifest(_ManifestModel):
@@ -97,7 +131,7 @@ class Manifest(_ManifestModel):
         files = {
             f"{TABLES_FOLDER}/{name}/{file}": entry
             for name, table in self.tables.items()
-            for file, entry in (("key", table.key), ("emb_vector", table.emb_vector))
+            for file, entry in table.files().items()
         }
         return files | ({} if self.dense is None else {DENSE_FILE: self.dense})
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.repository_uri import Location
 from hps.config.schema import ModelOverride
 from hps.errors import ModelError, NotFound
+from hps.models.delta_files import open_files
 from hps.models.file_stamp import FileStamp
 from hps.models.fused_files import open_fused
 from hps.models.manifest import (
@@ -91,9 +93,8 @@ class ModelVersion:
     def stamps(self) -> Iterator[tuple[FileStamp, FileEntry | None]]:
         """Yield the stamps of all files except the manifest, each with its manifest entry."""
         for files in self.tables.values():
-            entry = files.entry
-            entries = (None, None) if entry is None else (entry.key, entry.emb_vector)
-            yield from zip(files.stamps, entries, strict=True)
+            entries = [entry for _, entry in files.entries()]
+            yield from zip_longest(files.stamps, entries)  # without a manifest there are no entries
         if self.dense_stamp is not None:
             yield self.dense_stamp, self.manifest.dense if self.manifest else None
 
@@ -243,7 +244,7 @@ def open_version(folder: Path, version: int, spec: ModelSpec) -> ModelVersion:
             f"but lies in '{spec.name}' version {version}"
         )
     root = folder / TABLES_FOLDER
-    tables = {t.name: open_table(root / t.name, t.name, t.dim, manifest) for t in spec.tables}
+    tables = {t.name: open_files(root / t.name, t.name, t.dim, manifest) for t in spec.tables}
     known = set(tables)
     if manifest:
         for name in sorted(known - set(manifest.tables)):

@@ -18,15 +18,19 @@ from typing import Literal
 
 from hps.errors import ModelError
 from hps.models.manifest import (
+    DELTA_FOLDER,
     FILE_NAME,
+    KEY_FILE,
+    MASKED_FILE,
     TABLES_FOLDER,
+    VECTOR_FILE,
     Manifest,
     TableEntry,
     checksum_file,
     read_manifest,
 )
 from hps.models.mapped_file import MAPPED_FILE
-from hps.models.tables import KEY_FILE, VECTOR_FILE
+from hps.tiers.mapped.masked_positions import MASKED_POSITIONS_FILE
 
 Base = int | Literal["latest", "none"]
 """The version whose tables may be shared: a number, the highest lower one, or none."""
@@ -76,9 +80,9 @@ def share_equal_tables(
     tables = dict(manifest.tables)
     for name in names:
         theirs = base.manifest.tables.get(name)
-        if theirs is None or not _is_equal(tables[name], theirs) or not _is_whole(base, name):
+        if theirs is None or not _is_equal(tables[name], theirs) or not is_whole(base, name):
             continue
-        tables[name] = tables[name].model_copy(update={"origin": base.manifest.origin(name)})
+        tables[name] = theirs.model_copy(update={"origin": base.manifest.origin(name)})
         for path in (folder / TABLES_FOLDER / name).iterdir():
             path.unlink()
         link_table(base, name, folder)
@@ -87,11 +91,21 @@ def share_equal_tables(
 
 def link_table(base: BaseVersion, name: str, folder: Path) -> None:
     """Link the files of a table of ``base`` into the version's ``folder``. Raises OSError."""
-    target = folder / TABLES_FOLDER / name
+    source, target = base.table(name), folder / TABLES_FOLDER / name
+    link_pair(source, target)
+    if base.manifest.tables[name].delta is not None:
+        link_pair(source / DELTA_FOLDER, target / DELTA_FOLDER)
+        link_file(source / DELTA_FOLDER / MASKED_FILE, target / DELTA_FOLDER / MASKED_FILE)
+
+
+def link_pair(source: Path, target: Path) -> None:
+    """Link a pair of files, and what is made from them, from one folder into another. Raises OSError."""
     target.mkdir(parents=True, exist_ok=True)
-    for file in (KEY_FILE, VECTOR_FILE, MAPPED_FILE):
-        if (source := base.table(name) / file).exists() or file != MAPPED_FILE:
-            link_file(source, target / file)
+    for file in (KEY_FILE, VECTOR_FILE):
+        link_file(source / file, target / file)
+    for file in (MAPPED_FILE, MASKED_POSITIONS_FILE):
+        if (source / file).exists():
+            link_file(source / file, target / file)
 
 
 def link_file(source: Path, target: Path) -> None:
@@ -110,14 +124,15 @@ def link_file(source: Path, target: Path) -> None:
 
 
 def _is_equal(mine: TableEntry, theirs: TableEntry) -> bool:
-    return (mine.checksums, mine.rows, mine.dim) == (theirs.checksums, theirs.rows, theirs.dim)
+    return (mine.checksums, mine.dim) == (theirs.checksums, theirs.dim)
 
 
-def _is_whole(base: BaseVersion, name: str) -> bool:
-    entry, folder = base.manifest.tables[name], base.table(name)
+def is_whole(base: BaseVersion, name: str) -> bool:
+    """Return whether the files of a table of ``base`` have their checksums; reads them."""
     try:
-        return (checksum_file(folder / KEY_FILE), checksum_file(folder / VECTOR_FILE)) == (
-            entry.checksums
+        return all(
+            checksum_file(base.table(name) / file) == entry.checksum
+            for file, entry in base.manifest.tables[name].files().items()
         )
     except OSError:
         return False

@@ -15,11 +15,16 @@ from numpy.typing import NDArray
 
 from hps.errors import ModelError
 from hps.models.file_stamp import FileStamp
-from hps.models.manifest import FileEntry, Manifest, TableEntry, digest_of
+from hps.models.manifest import (
+    KEY_FILE,
+    VECTOR_FILE,
+    FileEntry,
+    Manifest,
+    TableEntry,
+    digest_of,
+)
 from hps.types import IndexArray, KeyArray
 
-KEY_FILE = "key"
-VECTOR_FILE = "emb_vector"
 KEY_BYTES = 8
 VALUE_BYTES = 4
 
@@ -50,6 +55,11 @@ class TableFiles:
     @property
     def bytes(self) -> int:
         return self.rows * (KEY_BYTES + self.dim * VALUE_BYTES)
+
+    @property
+    def pairs(self) -> tuple[TableFiles, ...]:
+        """The pairs of files that the table consists of, each of which may have a mapped file."""
+        return (self,)
 
     def entries(self) -> list[tuple[Path, FileEntry]]:
         """Return the files with their manifest entries; empty without a manifest."""
@@ -116,7 +126,12 @@ class TableFiles:
 
 
 def open_table(folder: Path, name: str, dim: int, manifest: Manifest | None) -> TableFiles:
-    """Open a table; check the sizes of its files against each other, ``dim`` and the manifest.
+    """Open a table without a delta; see `open_pair`."""
+    return open_pair(folder, name, dim, manifest.tables.get(name) if manifest else None)
+
+
+def open_pair(folder: Path, name: str, dim: int, entry: TableEntry | None) -> TableFiles:
+    """Open a pair of files; check their sizes against each other, ``dim`` and the manifest's ``entry``.
 
     Does not read the contents."""
     key, vector = folder / KEY_FILE, folder / VECTOR_FILE
@@ -128,7 +143,6 @@ def open_table(folder: Path, name: str, dim: int, manifest: Manifest | None) -> 
             "the file is truncated or of another format"
         )
     rows = key_bytes // KEY_BYTES
-    entry = manifest.tables.get(name) if manifest else None
     if entry and entry.dim != dim:
         raise ModelError(
             f"{folder}: the manifest says dim {entry.dim} for table '{name}', model.yaml says {dim}; "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,14 @@ import numpy as np
 from hps.config.model_file import dump_model_spec, load_model_spec
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.errors import ModelError
+from hps.models.checksummed_file import ChecksummedFile
+from hps.models.delta_writer import difference, open_delta_base, replace_by_delta
 from hps.models.manifest import (
     DENSE_FILE,
     FILE_NAME,
+    KEY_FILE,
     TABLES_FOLDER,
+    VECTOR_FILE,
     FileEntry,
     Manifest,
     TableEntry,
@@ -33,8 +36,8 @@ from hps.models.staging import (
     publish_version,
     write_atomically,
 )
-from hps.models.table_sharing import Base, find_base, share_equal_tables
-from hps.models.tables import KEY_FILE, VECTOR_FILE, open_table
+from hps.models.table_sharing import Base, BaseVersion, find_base, share_equal_tables
+from hps.models.tables import open_table
 from hps.types import as_keys
 
 Chunk = tuple[Any, Any]
@@ -86,12 +89,32 @@ def write_version(
         if shared is not None:
             names = _tables_as_before(model, spec)
             manifest = share_equal_tables(folder, manifest, shared, names)
+            if mapped:
+                manifest = _with_deltas(folder, manifest, shared, spec)
         if mapped:
             _write_mapped(folder, spec, manifest)
         finish_version(folder, manifest)
         publish_version(folder, final, replace=replace or not described)
         write_spec(model, spec)
     return final
+
+
+def _with_deltas(
+    folder: Path, manifest: Manifest, shared: BaseVersion, spec: ModelSpec
+) -> Manifest:
+    """Replace tables that differ little from those of ``shared`` by deltas; returns the new manifest."""
+    tables = dict(manifest.tables)
+    for table in spec.tables:
+        entry = tables[table.name]
+        if entry.origin is not None or not entry.rows:
+            continue
+        base = open_delta_base(shared, table)
+        where = folder / TABLES_FOLDER / table.name
+        files = open_table(where, table.name, table.dim, manifest)
+        found = None if base is None else difference(files, base)
+        if base is not None and found is not None:
+            tables[table.name] = replace_by_delta(where, entry, base, found)
+    return manifest.model_copy(update={"tables": tables})
 
 
 def _tables_as_before(model: Path, spec: ModelSpec) -> list[str]:
@@ -159,8 +182,8 @@ def _write_table(
     folder.mkdir(parents=True)
     rows = 0
     with (
-        _ChecksummedFile(folder / KEY_FILE) as key_file,
-        _ChecksummedFile(folder / VECTOR_FILE) as vector_file,
+        ChecksummedFile(folder / KEY_FILE) as key_file,
+        ChecksummedFile(folder / VECTOR_FILE) as vector_file,
     ):
         for keys, vectors in _chunks(source):
             k, v = _checked(spec, keys, vectors)
@@ -209,7 +232,7 @@ def _checked(spec: TableSpec, keys: Any, vectors: Any) -> tuple[np.ndarray, np.n
 
 def write_dense(path: Path, dense: Path | bytes) -> FileEntry:
     """Write the network's file; returns its manifest entry. Raises ModelError."""
-    with _ChecksummedFile(path) as out:
+    with ChecksummedFile(path) as out:
         if isinstance(dense, bytes):
             out.write(memoryview(dense))
         else:
@@ -220,32 +243,6 @@ def write_dense(path: Path, dense: Path | bytes) -> FileEntry:
             except OSError as error:
                 raise ModelError(f"dense part {dense}: {error.strerror}") from error
     return out.entry()
-
-
-class _ChecksummedFile:
-    """A new file whose checksum is computed while it is written."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._digest = hashlib.sha256()
-        self._bytes = 0
-
-    def __enter__(self) -> _ChecksummedFile:
-        self._file = self._path.open("wb", buffering=0)
-        return self
-
-    def write(self, data: Any) -> None:
-        view = memoryview(data).cast("B") if data.nbytes else memoryview(b"")
-        self._digest.update(view)
-        self._bytes += len(view)
-        while len(view):
-            view = view[self._file.write(view) :]
-
-    def __exit__(self, *_exc: object) -> None:
-        self._file.close()
-
-    def entry(self) -> FileEntry:
-        return FileEntry(bytes=self._bytes, checksum=f"sha256:{self._digest.hexdigest()}")
 
 
 def write_spec(model: Path, spec: ModelSpec) -> None:

@@ -79,16 +79,17 @@ def rocksdb(path: Path, tables: TableSet, layout: Any = "native") -> RocksDbTier
 MAPPED_KEYS = np.unique([*range(-600, 600), *(1 << np.arange(0, 62, 8)), -(2**63), 2**63 - 1])
 
 
-def mapped(path: Path, tables: TableSet, **given: Any) -> Any:
-    """A tier that maps a file for each table, and has evicted all of their rows."""
+def mapped(path: Path, tables: TableSet, *, delta: bool = False, **given: Any) -> Any:
+    """A tier that maps a file for each table, or a base and a delta, and has evicted all of their rows."""
     from hps.tiers.mapped import MappedTier
-    from tests.support.mapped_tables import map_rows
+    from tests.support.mapped_tables import map_delta_rows, map_rows
 
     tier = MappedTier(path, tuning=RocksDbTuning(block_cache_bytes=1 << 20), **given)
     tier.open_tables(tables)
     for table in tables:
         rows = np.full((len(MAPPED_KEYS), table.dim), 3, table.dtype)
-        map_rows(tier, table, path.with_name("files"), MAPPED_KEYS, rows, 1)
+        map_table = map_delta_rows if delta else map_rows
+        map_table(tier, table, path.with_name("files"), MAPPED_KEYS, rows, 1)
         tier.evict(table, MAPPED_KEYS)
     return tier
 
@@ -253,6 +254,7 @@ TIERS = {
     "rocksdb_read_only": TierCase(lambda p, t: beside_primary(p, t, "read_only"), ROCKS),
     "rocksdb_hps": TierCase(lambda p, t: rocksdb(p, t, "hps"), ROCKS, versioned=False),
     "mapped": TierCase(mapped, ROCKS),
+    "mapped_delta": TierCase(lambda p, t: mapped(p, t, delta=True), ROCKS),
     "mapped_float16": TierCase(mapped, ROCKS, np.float16),
     "mapped_secondary": TierCase(lambda p, t: BesidePrimary(mapped(p, t), t, "secondary"), ROCKS),
     "mapped_read_only": TierCase(lambda p, t: BesidePrimary(mapped(p, t), t, "read_only"), ROCKS),

@@ -12,8 +12,9 @@ from hps.errors import ModelError
 from hps.models.check import check_disjoint_tables
 from hps.models.importers.arrays import block_rows
 from hps.models.importers.plan import ImportPlan, ImportTable, TableChoice, table_name
+from hps.models.manifest import KEY_FILE, VECTOR_FILE
 from hps.models.repository import open_legacy
-from hps.models.tables import KEY_BYTES, KEY_FILE, VALUE_BYTES, VECTOR_FILE, TableFiles, open_table
+from hps.models.tables import KEY_BYTES, VALUE_BYTES, TableFiles, open_table
 
 
 def plan_folders(path: Path, choices: Sequence[TableChoice]) -> ImportPlan:

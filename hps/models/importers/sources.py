@@ -14,7 +14,7 @@ from hps.models.importers.parquet import plan_parquet
 from hps.models.importers.plan import ImportPlan, TableChoice, tables_from_arrays
 from hps.models.importers.safetensors import open_safetensors
 from hps.models.importers.torch import open_torch
-from hps.models.tables import KEY_FILE
+from hps.models.manifest import KEY_FILE
 
 ARRAY_FILES: dict[str, Callable[[Path], ArrayFile]] = {
     "npz": open_npz,

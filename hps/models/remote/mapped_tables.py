@@ -10,19 +10,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hps.errors import ModelError
-from hps.models.manifest import TABLES_FOLDER, Manifest
+from hps.models.delta_files import open_files
+from hps.models.manifest import DELTA_FOLDER, TABLES_FOLDER, Manifest
 from hps.models.mapped_file import MAPPED_FILE
 from hps.models.remote.partial_file import RemoteEntry
 from hps.models.remote.store import RemoteStore
-from hps.models.tables import open_table
 from hps.native.mapped_format import damaged_blocks, read_header
+from hps.tiers.mapped.masked_positions import MASKED_POSITIONS_FILE
 
 log = logging.getLogger(__name__)
 
 
 def mapped_paths(manifest: Manifest) -> list[str]:
     """Where the mapped files of a version may be, by their paths in its folder."""
-    return [f"{TABLES_FOLDER}/{name}/{MAPPED_FILE}" for name in manifest.tables]
+    paths = []
+    for name, entry in manifest.tables.items():
+        paths.append(f"{TABLES_FOLDER}/{name}/{MAPPED_FILE}")
+        if entry.delta is not None:
+            files = MAPPED_FILE, MASKED_POSITIONS_FILE
+            paths += [f"{TABLES_FOLDER}/{name}/{DELTA_FOLDER}/{file}" for file in files]
+    return paths
 
 
 def mapped_entries(store: RemoteStore, prefix: str, manifest: Manifest) -> dict[str, RemoteEntry]:
@@ -41,15 +48,16 @@ def remove_damaged(folder: Path, manifest: Manifest) -> None:
 
 def _damaged(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:
     for name, entry in manifest.tables.items():
-        path = folder / TABLES_FOLDER / name / MAPPED_FILE
-        if not path.is_file():
-            continue
-        try:
-            header = read_header(path)
-            files = open_table(path.parent, name, entry.dim, manifest)
-            if header.digest != files.digest:
-                yield path, "it was made from other files than the table's"
-            elif blocks := damaged_blocks(header):
-                yield path, f"{len(blocks)} of its blocks do not match their checksums"
-        except ModelError as error:
-            yield path, str(error)
+        files = open_files(folder / TABLES_FOLDER / name, name, entry.dim, manifest)
+        for pair in files.pairs:
+            path = pair.folder / MAPPED_FILE
+            if not path.is_file():
+                continue
+            try:
+                header = read_header(path)
+                if header.digest != pair.digest:
+                    yield path, "it was made from other files than the table's"
+                elif blocks := damaged_blocks(header):
+                    yield path, f"{len(blocks)} of its blocks do not match their checksums"
+            except ModelError as error:
+                yield path, str(error)

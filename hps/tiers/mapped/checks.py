@@ -63,7 +63,7 @@ class MappedChecks:
     def _verify(self, table: EmbeddingTable) -> None:
         try:
             mapped = self._tier.mapped(table)
-            blocks = 0 if mapped is None else mapped.file.header.blocks
+            blocks = 0 if mapped is None else mapped.blocks
             began, damaged = time.monotonic(), 0
             for first in range(0, blocks, _BLOCKS):
                 damaged += self._tier.check_blocks(table, first, _BLOCKS)

@@ -66,11 +66,14 @@ class MappedTier(RocksDbTier):
 
     # -- tables -----------------------------------------------------------------------------------
 
-    def map(self, table: EmbeddingTable, path: Path, load: LoadRecord) -> bool:
+    def map(
+        self, table: EmbeddingTable, path: Path, load: LoadRecord, delta: Path | None = None
+    ) -> bool:
         """Serve ``table`` from the mapped file ``path``, whose rows ``load`` describes; return whether it is.
 
-        Not if the database holds its rows already, or some of them. Raises ModelError for a file that
-        cannot be used, and if rows were streamed in over another file, which would be lost."""
+        ``delta``: a second file; see `OverlaidTable`. Not if the database holds its rows already, or some of
+        them. Raises ModelError for a file that cannot be used, and if rows were streamed in over another
+        file, which would be lost."""
         database = self._database
         with database.lock, database.errors():
             known = database.overlay(table)
@@ -89,14 +92,16 @@ class MappedTier(RocksDbTier):
                     or not database.is_empty(family)
                 ):
                     return False
-            record = OverlayRecord(load.finished(load.rows), path.absolute())
+            changes = None if delta is None else delta.absolute()
+            record = OverlayRecord(load.finished(load.rows), path.absolute(), changes)
+            now = load.digest, record.path, record.delta
             if self.access == "primary" and (
-                known is None or (known.load.digest, known.path) != (load.digest, record.path)
+                known is None or (known.load.digest, known.path, known.delta) != now
             ):
                 database.overlays.put(database.family(table).name, record)
                 database.acknowledge()
             opened = self._by_name.get(table.id)
-            if opened is not None and opened.file.header.digest != load.digest:
+            if opened is not None and opened.digest != load.digest:
                 del self._by_name[table.id]
             self._bind(table, record)
             return True
@@ -179,7 +184,7 @@ class MappedTier(RocksDbTier):
         tables = list(self._by_name.values())
         return MappedFigures(
             len(tables),
-            sum(each.file.header.bytes for each in tables),
+            sum(each.bytes for each in tables),
             sum(each.overridden for each in tables),
         )
 
@@ -215,9 +220,12 @@ class MappedTier(RocksDbTier):
     def _open(self, table: EmbeddingTable, record: OverlayRecord) -> OverlaidTable:
         try:
             mapped = OverlaidTable(
-                record.path, record.load.version, asks_first=self.access == "secondary"
+                record.path,
+                record.load.version,
+                asks_first=self.access == "secondary",
+                delta=record.delta,
             )
-            if mapped.file.header.digest != record.load.digest:
+            if mapped.digest != record.load.digest:
                 raise ModelError(f"{record.path}: it has the rows of other files")
         except ModelError as error:
             raise TierError(
@@ -233,7 +241,7 @@ class MappedTier(RocksDbTier):
                 log.warning(
                     "table %s: %s; RocksDB is asked before its mapped file", table.id, error
                 )
-                mapped.asks_first = mapped.has_others = True
+                mapped.ask_overlay_first()
         return mapped
 
     # -- damage -----------------------------------------------------------------------------------
@@ -251,20 +259,20 @@ class MappedTier(RocksDbTier):
         if mapped is None:
             return 0
         try:
-            damaged = mapped.file.damaged_blocks(first, n)
+            damaged = mapped.damaged_blocks(first, n)
         except ModelError as error:
             mapped.unreadable = str(error)
-            self._report(table, mapped, str(error))
+            self._report(table, mapped.file_of_block(first), str(error))
             return 1
         if damaged:
             with self._database.lock:
                 for block in damaged:
                     mapped.mark_damaged(block)
-            self._report(table, mapped, f"wrong checksum in block {damaged[0]}")
+            path = mapped.file_of_block(damaged[0])
+            self._report(table, path, f"wrong checksum in block {damaged[0]}")
         return len(damaged)
 
-    def _report(self, table: EmbeddingTable, mapped: OverlaidTable, reason: str) -> None:
-        path = mapped.file.header.path
+    def _report(self, table: EmbeddingTable, path: Path, reason: str) -> None:
         if not self.damage.add(path, table.id):
             return
         log.error(
@@ -347,7 +355,7 @@ class MappedTier(RocksDbTier):
             return mapped.fetch(part)
         except RuntimeError as error:
             mapped.unreadable = str(error)
-            self._report(part.table, mapped, str(error))
+            self._report(part.table, mapped.file.header.path, str(error))
             return mapped.fetch(part)
 
     def _fetch_overlay_first(self, part: Part, mapped: OverlaidTable) -> bool:

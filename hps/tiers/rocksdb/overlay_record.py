@@ -18,10 +18,13 @@ from hps.tiers.rocksdb.load_record import LoadRecord
 
 @dataclass(frozen=True, slots=True)
 class OverlayRecord:
-    """The mapped file ``path`` of a table, and ``load``, which describes its rows as if they were loaded."""
+    """The mapped file ``path`` of a table, and ``load``, which describes its rows as if they were loaded.
+
+    ``delta``: a second mapped file, with rows that replace some of the first one's."""
 
     load: LoadRecord
     path: Path
+    delta: Path | None = None
 
 
 class OverlayRecords:
@@ -35,10 +38,14 @@ class OverlayRecords:
         if text is None:
             return None
         stored = json.loads(text)
-        return OverlayRecord(LoadRecord(**stored["load"]), Path(stored["path"]))
+        delta = stored.get("delta")
+        path = Path(stored["path"])
+        return OverlayRecord(LoadRecord(**stored["load"]), path, delta and Path(delta))
 
     def put(self, family: str, record: OverlayRecord) -> None:
         value = {"load": asdict(record.load), "path": str(record.path)}
+        if record.delta is not None:
+            value["delta"] = str(record.delta)
         self._db().put(overlay_key(family), json.dumps(value).encode())
 
 

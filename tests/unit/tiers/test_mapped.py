@@ -17,7 +17,7 @@ from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.rocksdb import LoadRecord, RocksDbTuning
 from hps.types import EmbeddingTable, make_version
 from tests.model.test_tier_model import KEYS, VERSIONS, TierMachine
-from tests.support.mapped_tables import map_rows, write_files
+from tests.support.mapped_tables import map_delta_rows, map_rows, write_files
 from tests.support.tiers import TIERS, BesidePrimary, TierUnderTest
 from tests.support.waiting import until
 
@@ -289,6 +289,8 @@ class StaticMachine(TierMachine):
     def __init__(self):
         super().__init__(open_mapped)
 
+    map_table = staticmethod(map_rows)
+
     @initialize()
     def fill(self):
         keys = np.array(KEYS[::2], np.int64)
@@ -296,7 +298,7 @@ class StaticMachine(TierMachine):
         for table in self.tables:
             rows = self.rows(table, len(keys))
             tier = self.tier._primary if isinstance(self.tier, BesidePrimary) else self.tier
-            map_rows(tier, table, Path(self.folder.name), keys, rows, stamp)
+            self.map_table(tier, table, Path(self.folder.name), keys, rows, stamp)
             self.model.insert(table, keys, rows, versions(keys, stamp))
 
     @rule()
@@ -306,11 +308,19 @@ class StaticMachine(TierMachine):
         self.tier = MappedTier(path, tuning=RocksDbTuning(block_cache_bytes=1 << 20))
 
 
+class DeltaMachine(StaticMachine):
+    map_table = staticmethod(map_delta_rows)
+
+
 class SecondaryMachine(StaticMachine):
     def __init__(self):
         TierMachine.__init__(self, open_secondary)
 
     restart = None
+
+
+class SecondaryDeltaMachine(SecondaryMachine):
+    map_table = staticmethod(map_delta_rows)
 
 
 def open_mapped(path):
@@ -325,7 +335,10 @@ def open_secondary(path):
     return TierUnderTest(one.case, BesidePrimary(one.tier, one.tables, "secondary"), one.tables)
 
 
-@pytest.mark.parametrize("machine", [StaticMachine, SecondaryMachine])
+MACHINES = StaticMachine, DeltaMachine, SecondaryMachine, SecondaryDeltaMachine
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_file_and_overlay_behave_like_one_store(machine):
     run_state_machine_as_test(
         machine, settings=settings(max_examples=20, stateful_step_count=40, deadline=None)
