@@ -20,6 +20,7 @@ Examples:
   hps model publish ctr --to s3://bucket/models          # the highest version
   hps model publish ctr --version 3 -r /srv/models --to gs://bucket/models
   hps model publish ctr --dense new.onnx       # next version, same tables
+  hps model publish ctr --with-updates hps.yaml --to s3://bucket/models
 """
 INDEX_EXAMPLES = """\b
 Examples:
@@ -36,11 +37,13 @@ class PublishModelOptions(ReportOptions):
     dense: Path | None = option(None, metavar="FILE")
     """Make a version with this network and the tables of the base first."""
     base: str = option("latest", metavar="VERSION")
-    """The version whose tables it shares: a number or latest."""
+    """The version that it is made from: a number or latest."""
+    with_updates: Path | None = option(None, metavar="CONFIG")
+    """Make a version with the updates in the RocksDB of this node's configuration first."""
     repository: Path = option(DEFAULT_REPOSITORY, "--repository", "-r", metavar="DIR")
     """The model repository that has the version."""
     version: int | None = option(None, "--version", "-v", min=1)
-    """The version; default: the highest, with --dense the next one."""
+    """The version; default: the highest, of one that is made here the next one."""
     metadata: list[str] | None = option(None, metavar="KEY=VALUE")
     """An entry for the manifest of a version made here. Repeatable."""
     parallel: int = option(8, min=1, max=128)
@@ -51,16 +54,17 @@ class PublishModelOptions(ReportOptions):
 
 def publish(options: PublishModelOptions) -> None:
     """Publish a new network for a version's tables, or upload a version."""
-    from hps.models.repository import Repository
-
-    if options.to is None and options.dense is None:
+    if options.to is None and options.dense is None and options.with_updates is None:
         raise ConfigError(
             "nothing to publish: name a remote repository (--to s3://bucket/models), or a network "
-            "(--dense FILE.onnx) for a new version in the local one"
+            "(--dense FILE.onnx) or updates (--with-updates hps.yaml) for a new version in the local one"
+        )
+    if options.dense is not None and options.with_updates is not None:
+        raise ConfigError(
+            "--dense and --with-updates make two versions; publish one after the other"
         )
     remote = None if options.to is None else _remote(options.to)
-    version = options.version if options.dense is None else _write_dense(options, options.dense)
-    opened = Repository(options.repository).open(options.name, version)
+    opened = _opened(options)
     uri = str(opened.folder)
     if remote is not None:
         uri = publish_to(
@@ -70,6 +74,24 @@ def publish(options: PublishModelOptions) -> None:
         {"model": opened.name, "version": opened.version, "uri": uri},
         lambda _report: print_line(f"Published {opened.key} to {uri}"),
     )
+
+
+def _opened(options: PublishModelOptions) -> ModelVersion:
+    """The version to publish, which is written first with a new network or updates."""
+    from hps.models.repository import Repository
+
+    if options.with_updates is not None:
+        from hps.cli.model_options import base_version
+        from hps.cli.store_compact import compact_model
+        from hps.cli.store_open import read_config
+
+        parsed = base_version(options.base)
+        base = parsed if isinstance(parsed, int) else None
+        configuration = read_config(options.with_updates, None)
+        done = compact_model(configuration, options.name, base, options.version)
+        return Repository(done["folder"].parent.parent).open(options.name, done["version"])
+    version = options.version if options.dense is None else _write_dense(options, options.dense)
+    return Repository(options.repository).open(options.name, version)
 
 
 def _write_dense(options: PublishModelOptions, dense: Path) -> int:

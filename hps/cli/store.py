@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli import store_backup, store_compare, store_copy, store_rows
+from hps.cli import store_backup, store_compact, store_compare, store_copy, store_rows
 from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.store_open import (
     ConfiguredModels,
@@ -239,6 +239,7 @@ app.command(epilog=store_compare.VERIFY_EXAMPLES)(store_compare.verify)
 app.command(epilog=store_copy.LOAD_EXAMPLES)(store_copy.load)
 app.command(epilog=store_copy.EXPORT_EXAMPLES)(store_copy.export)
 app.command(epilog=store_copy.CONVERT_EXAMPLES)(store_copy.convert)
+app.command(epilog=store_compact.COMPACT_EXAMPLES)(store_compact.compact)
 app.command(epilog=store_backup.CHECKPOINT_EXAMPLES)(store_backup.checkpoint)
 app.command(epilog=store_backup.RESTORE_EXAMPLES)(store_backup.restore)
 app.command(epilog=store_backup.DUMP_EXAMPLES)(store_backup.dump)

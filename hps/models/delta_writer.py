@@ -108,11 +108,15 @@ def difference(
     masked |= ~seen
     if count + np.count_nonzero(masked) > most:
         return None
-    return TableDifference(np.concatenate([np.empty(0, np.int64), *rows]), *_masked(base, masked))
+    return TableDifference(
+        np.concatenate([np.empty(0, np.int64), *rows]), *masked_rows(base, masked)
+    )
 
 
-def _masked(base: DeltaBase, masked: NDArray[np.bool_]) -> tuple[IndexArray, IndexArray]:
-    """Numbers in the base's files, ascending, and positions of the rows at ``masked`` positions."""
+def masked_rows(base: DeltaBase, masked: NDArray[np.bool_]) -> tuple[IndexArray, IndexArray]:
+    """Numbers in the base's files, ascending, and positions of the rows at ``masked`` positions.
+
+    Reads all keys of the base."""
     numbers, positions, start = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
     step = block_rows(1)
     for begin in range(0, base.files.rows, step):

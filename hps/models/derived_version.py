@@ -1,8 +1,9 @@
-"""Versions made from another version of the same model: its tables with another network."""
+"""Versions made from another version of the same model, such as its tables with another network."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hps.errors import ModelError
 from hps.models.manifest import DENSE_FILE, TABLES_FOLDER, Manifest, manifest_time
 from hps.models.repository import SPEC_FILE, open_version
 from hps.models.staging import clean_leftovers, hidden_folder, publish_version
-from hps.models.table_sharing import Base, BaseVersion, find_base, link_table
+from hps.models.table_sharing import Base, find_base, link_table
 from hps.models.version_writer import finish_version, write_dense
 
 _NEWEST = 10**18
@@ -45,46 +46,57 @@ def write_dense_version(
             f"model '{name}' has no version with a manifest whose tables could be shared"
         )
     open_version(shared.folder, shared.manifest.version, spec)  # checks that its files fit
+    tables = {
+        table: entry.model_copy(update={"origin": shared.manifest.origin(table)})
+        for table, entry in shared.manifest.tables.items()
+    }
+    with next_version_folder(model, version) as (folder, publish):
+        (folder / TABLES_FOLDER).mkdir()
+        for table in tables:
+            link_table(shared, table, folder)
+        manifest = Manifest(
+            model=name,
+            version=1,
+            created=manifest_time(),
+            tables=tables,
+            dense=write_dense(folder / DENSE_FILE, dense),
+            watermark=shared.manifest.watermark,
+            metadata=dict(metadata or {}),
+        )
+        return publish(lambda number: manifest.model_copy(update={"version": number}))
+    raise AssertionError  # unreachable: the context swallows nothing; for the type checker
+
+
+Publish = Callable[[Callable[[int], Manifest]], Path]
+"""Publishes a folder under a number, with the manifest that the function makes for it; returns its path."""
+
+
+@contextmanager
+def next_version_folder(model: Path, version: int | None) -> Iterator[tuple[Path, Publish]]:
+    """Make a hidden folder, and a function that publishes it as ``version``, by default the next one.
+
+    The next number is taken when the version is complete, and the one after it if another process is faster.
+    Raises ModelError if ``version`` exists."""
+    if version is not None and (model / str(version)).exists():
+        raise ModelError(f"{model / str(version)} exists; take another version number")
     clean_leftovers(model)
-    for attempt in range(_ATTEMPTS):
-        number = version or _next(model)
-        try:
-            return _write(model, number, dense, shared, dict(metadata or {}))
-        except ModelError:
-            taken = (model / str(number)).exists() and version is None
-            if not taken or attempt == _ATTEMPTS - 1:
-                raise
-    raise AssertionError  # unreachable; for the type checker
+    with hidden_folder(model, version or _next(model)) as folder:
+
+        def publish(manifest_of: Callable[[int], Manifest]) -> Path:
+            for attempt in range(_ATTEMPTS):
+                number = version or _next(model)
+                finish_version(folder, manifest_of(number))
+                try:
+                    publish_version(folder, model / str(number), replace=False)
+                    return model / str(number)
+                except ModelError:
+                    if version is not None or attempt == _ATTEMPTS - 1:
+                        raise
+            raise AssertionError  # unreachable; for the type checker
+
+        yield folder, publish
 
 
 def _next(model: Path) -> int:
     numbers = [int(each.name) for each in model.glob("[1-9]*") if each.name.isdecimal()]
     return max(numbers, default=0) + 1
-
-
-def _write(
-    model: Path, number: int, dense: Path | bytes, base: BaseVersion, metadata: dict[str, Any]
-) -> Path:
-    final = model / str(number)
-    if final.exists():
-        raise ModelError(f"{final} exists; take another version number")
-    with hidden_folder(model, number) as folder:
-        tables = {
-            name: entry.model_copy(update={"origin": base.manifest.origin(name)})
-            for name, entry in base.manifest.tables.items()
-        }
-        (folder / TABLES_FOLDER).mkdir()
-        for name in tables:
-            link_table(base, name, folder)
-        manifest = Manifest(
-            model=model.name,
-            version=number,
-            created=manifest_time(),
-            tables=tables,
-            dense=write_dense(folder / DENSE_FILE, dense),
-            watermark=base.manifest.watermark,
-            metadata=metadata,
-        )
-        finish_version(folder, manifest)
-        publish_version(folder, final, replace=False)
-    return final

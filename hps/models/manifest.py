@@ -158,8 +158,17 @@ def manifest_time() -> datetime:
 def read_manifest(path: Path) -> Manifest:
     """Read a manifest. Raises ModelError with the file, the field, the expected and the actual value."""
     try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path}: not a readable manifest: {error}") from error
+    return parse_manifest(text, str(path))
+
+
+def parse_manifest(text: bytes, path: str) -> Manifest:
+    """Parse the text of the manifest ``path``; raises ModelError as `read_manifest`."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
         raise ModelError(f"{path}: not a readable manifest: {error}") from error
     found = data.get("format") if isinstance(data, dict) else None
     if isinstance(found, int) and found > FORMAT:

@@ -6,6 +6,7 @@ folder while it runs, so the next writer detects and removes a folder whose writ
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import secrets
@@ -80,8 +81,8 @@ def publish_version(folder: Path, final: Path, *, replace: bool) -> None:
     """Rename the hidden ``folder`` to ``final``.
 
     ``replace``: an existing version becomes a leftover, which `clean_leftovers` removes."""
-    if not final.exists():
-        folder.rename(final)
+    if not final.exists() and _renamed(folder, final):
+        pass
     elif not replace:
         raise ModelError(
             f"{final} was written by another process meanwhile; use another version number"
@@ -92,6 +93,17 @@ def publish_version(folder: Path, final: Path, *, replace: bool) -> None:
         folder.rename(final)
         shutil.rmtree(old, ignore_errors=True)
     fsync_path(final.parent)
+
+
+def _renamed(folder: Path, final: Path) -> bool:
+    """Rename a folder; False if another process has made ``final`` meanwhile."""
+    try:
+        folder.rename(final)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            return False
+        raise
+    return True
 
 
 def _exchange(a: Path, b: Path) -> bool:

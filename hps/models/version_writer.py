@@ -92,7 +92,7 @@ def write_version(
             if mapped:
                 manifest = _with_deltas(folder, manifest, shared, spec)
         if mapped:
-            _write_mapped(folder, spec, manifest)
+            write_mapped_files(folder, spec, manifest)
         finish_version(folder, manifest)
         publish_version(folder, final, replace=replace or not described)
         write_spec(model, spec)
@@ -171,14 +171,15 @@ def _write_tables(
     folder: Path, spec: ModelSpec, tables: Mapping[str, Source], progress: Callable[[int], None]
 ) -> dict[str, TableEntry]:
     return {
-        t.name: _write_table(folder / TABLES_FOLDER / t.name, t, tables[t.name], progress)
+        t.name: write_table(folder / TABLES_FOLDER / t.name, t, tables[t.name], progress)
         for t in spec.tables
     }
 
 
-def _write_table(
+def write_table(
     folder: Path, spec: TableSpec, source: Source, progress: Callable[[int], None]
 ) -> TableEntry:
+    """Write a table's two files into the new ``folder``; see `write_version`. Raises ModelError."""
     folder.mkdir(parents=True)
     rows = 0
     with (
@@ -194,7 +195,8 @@ def _write_table(
     return TableEntry(rows=rows, dim=spec.dim, key=key_file.entry(), emb_vector=vector_file.entry())
 
 
-def _write_mapped(folder: Path, spec: ModelSpec, manifest: Manifest) -> None:
+def write_mapped_files(folder: Path, spec: ModelSpec, manifest: Manifest) -> None:
+    """Write the mapped file of each table in a version's ``folder`` that has none. Raises ModelError."""
     for table in spec.tables:
         if (folder / TABLES_FOLDER / table.name / MAPPED_FILE).exists():
             continue  # it is shared

@@ -13,7 +13,7 @@ from pyarrow import fs
 from hps.config.model_schema import NAME_PATTERN
 from hps.config.repository_uri import ARROW_SCHEMES, RepositoryUri
 from hps.environment import gs_endpoint, s3_endpoint, s3_region
-from hps.errors import ConfigError
+from hps.errors import ConfigError, HpsError
 from hps.models.manifest import FILE_NAME
 from hps.models.remote.store import store_error
 
@@ -81,6 +81,19 @@ class ArrowStore:
                 self._fs.create_dir(self._at(path).rpartition("/")[0], recursive=True)
             with self._fs.open_output_stream(self._at(path)) as file:
                 yield file
+
+    def copy(self, path: str, target: str, size: int) -> bool:
+        """Copy a file within the store, which most stores do by themselves; False if that fails.
+
+        ``size``: that the file must have."""
+        try:
+            with self._errors(target):
+                if self._has_folders:
+                    self._fs.create_dir(self._at(target).rpartition("/")[0], recursive=True)
+                self._fs.copy_file(self._at(path), self._at(target))
+            return self.sizes([target]) == [size]
+        except HpsError:
+            return False
 
     def delete(self, path: str) -> None:
         with self._errors(path):

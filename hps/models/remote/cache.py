@@ -129,10 +129,9 @@ class DownloadCache:
         for folder in oldest:
             if used + size <= capacity and size <= self._free():
                 return
-            freed = folder_bytes(folder)
             if self.discard(folder):
-                used -= freed
-                log.info("download: evicted %s (%d bytes)", folder, freed)
+                before, used = used, folder_bytes(self.folder)
+                log.info("download: evicted %s (%d bytes)", folder, before - used)
         if used + size > capacity:
             raise ModelError(
                 f"{what} needs {size} bytes, but {self.folder} holds {used} of at most {capacity} bytes in "
@@ -187,13 +186,16 @@ def _lock_new(folder: Path) -> int | None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below ``folder``; files that vanish meanwhile don't count."""
-    total = 0
+    """Bytes of all files below ``folder``, each once, whatever its number of links.
+
+    Files that vanish meanwhile don't count."""
+    found: dict[tuple[int, int], int] = {}
     for path, _, files in os.walk(folder):
         for name in files:
             with suppress(OSError):
-                total += os.stat(os.path.join(path, name)).st_size
-    return total
+                stat = os.stat(os.path.join(path, name))
+                found[stat.st_dev, stat.st_ino] = stat.st_size
+    return sum(found.values())
 
 
 def is_whole(folder: Path) -> bool:

@@ -48,6 +48,8 @@ def remove_damaged(folder: Path, manifest: Manifest) -> None:
 
 def _damaged(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:
     for name, entry in manifest.tables.items():
+        if not (folder / TABLES_FOLDER / name).is_dir():
+            continue  # only the network was downloaded
         files = open_files(folder / TABLES_FOLDER / name, name, entry.dim, manifest)
         for pair in files.pairs:
             path = pair.folder / MAPPED_FILE

@@ -10,18 +10,20 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from threading import Event
 
 from hps.config.model_file import parse_model_spec
 from hps.config.model_schema import ModelSpec
 from hps.errors import HpsError, ModelError
-from hps.models.manifest import FILE_NAME, Manifest, compare_checksum
+from hps.models.manifest import FILE_NAME, Manifest, compare_checksum, parse_manifest
 from hps.models.remote.arrow_store import ArrowStore
 from hps.models.remote.mapped_tables import mapped_paths
 from hps.models.remote.partial_file import RemoteEntry
+from hps.models.remote.shared_files import identities, uploaded_files
 from hps.models.remote.store import FileMissing
 from hps.models.repository import SPEC_FILE, ModelVersion
 from hps.types import Progress
@@ -54,7 +56,8 @@ def publish_remote(
     writes_spec = _check_spec(store, version.spec, replace=replace_spec)
     target = f"{version.name}/{version.version}"
     with _Claim(store, version).held() as claim:
-        _upload(version, _files(version, manifest), store, progress, parallel, claim.renew)
+        files = _SharedUploads(version, store, _stored(store, manifest))
+        _upload(files, _files(version, manifest), progress, parallel, claim.renew)
         if writes_spec:
             store.write(
                 f"{version.name}/{SPEC_FILE}", (version.folder.parent / SPEC_FILE).read_bytes()
@@ -72,6 +75,29 @@ def _files(version: ModelVersion, manifest: Manifest) -> dict[str, RemoteEntry]:
         with suppress(FileNotFoundError):
             files[path] = RemoteEntry((version.folder / path).stat().st_size, None)
     return files
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedUploads:
+    """A version to upload to a store, which has the files ``stored`` under other paths."""
+
+    version: ModelVersion
+    store: ArrowStore
+    stored: Mapping[str, str]
+
+
+def _stored(store: ArrowStore, manifest: Manifest) -> dict[str, str]:
+    """Files of a version that the store has in another one, by their paths in the version's folder."""
+    model, versions = manifest.model, manifest.table_versions()
+    with suppress(FileMissing):
+        versions |= set([v for v in store.versions(model) if v < manifest.version][-1:])
+    manifests = {}
+    for version in versions - {manifest.version}:
+        path = f"{model}/{version}/{FILE_NAME}"
+        with suppress(FileMissing, ModelError):
+            manifests[version] = parse_manifest(store.read(path), path)
+    there = uploaded_files(manifests, model)
+    return {p: there[each] for p, each in identities(manifest).items() if each in there}
 
 
 def _require_new(store: ArrowStore, version: ModelVersion) -> None:
@@ -100,14 +126,13 @@ def _check_spec(store: ArrowStore, spec: ModelSpec, *, replace: bool) -> bool:
 
 
 def _upload(
-    version: ModelVersion,
+    uploads: _SharedUploads,
     files: dict[str, RemoteEntry],
-    store: ArrowStore,
     progress: Progress,
     parallel: int,
     renew: Callable[[], None],
 ) -> None:
-    title, size = f"upload {version.key}", sum(entry.bytes for entry in files.values())
+    title, size = f"upload {uploads.version.key}", sum(entry.bytes for entry in files.values())
     stop, sent = Event(), [0] * len(files)
     with (
         progress.task(title, size, "bytes") as step,
@@ -117,7 +142,7 @@ def _upload(
         reported = 0
         try:
             for i, (path, entry) in enumerate(files.items()):
-                upload = _FileUpload(version, store, stop, sent, i)
+                upload = _FileUpload(uploads, stop, sent, i)
                 jobs.add(pool.submit(upload.run, path, entry))
             while jobs:
                 done, jobs = wait(jobs, _POLL_S, FIRST_EXCEPTION)
@@ -134,17 +159,19 @@ def _upload(
 class _FileUpload:
     """The upload of one file, which counts its bytes in ``sent[index]``."""
 
-    def __init__(
-        self, version: ModelVersion, store: ArrowStore, stop: Event, sent: list[int], index: int
-    ) -> None:
-        self._version, self._store, self._stop = version, store, stop
-        self._sent, self._index = sent, index
+    def __init__(self, uploads: _SharedUploads, stop: Event, sent: list[int], index: int) -> None:
+        self._version, self._store, self._stored = uploads.version, uploads.store, uploads.stored
+        self._stop, self._sent, self._index = stop, sent, index
 
     def run(self, path: str, entry: RemoteEntry) -> None:
-        """Upload, and compare what was read with the manifest."""
+        """Upload, and compare what was read with the manifest; or copy a file that the store has."""
         source = self._version.folder / path
         digest = hashlib.sha256()
         target = f"{self._version.key}/{path}"
+        stored = self._stored.get(path)
+        if stored is not None and self._store.copy(stored, target, entry.bytes):
+            self._sent[self._index] = entry.bytes
+            return
         with self._store.create(target) as file, source.open("rb") as read:
             while (block := read.read(_BLOCK)) and not self._stop.is_set():
                 digest.update(block)

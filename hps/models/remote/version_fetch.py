@@ -17,6 +17,7 @@ from hps.models.remote.mapped_tables import mapped_entries, remove_damaged
 from hps.models.remote.meter import DOWNLOADS
 from hps.models.remote.partial_file import PartialFile, RemoteEntry, allocated, clear
 from hps.models.remote.peers import PeerAccess, PeerVersion
+from hps.models.remote.shared_files import link_downloaded
 from hps.models.remote.store import RemoteFile, RemoteStore
 from hps.models.staging import fsync_all
 from hps.types import Progress
@@ -64,6 +65,7 @@ class VersionFetcher:
             files |= mapped_entries(self._store, key, manifest)
         size = sum(entry.bytes for entry in files.values())
         log.info("download: %s/%s, %d bytes, to %s", self._store.uri, key, size, hidden.parent)
+        link_downloaded(hidden.parent, hidden, manifest, files)
         self._fetch(key, hidden, files, self._source(manifest, text))
         remove_damaged(hidden, manifest)
         fsync_all(hidden)

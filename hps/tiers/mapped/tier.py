@@ -156,6 +156,16 @@ class MappedTier(RocksDbTier):
         if mapped is not None:
             mapped.populate(keys)
 
+    def overlay_keys(self, table: EmbeddingTable) -> KeyArray:
+        """Return the keys (n,) of all entries in RocksDB: rows and tombstones, expired or not."""
+        found = CollectedKeys()
+        self._overlay_rows.hide(self._database.family(table), found)
+        return np.concatenate([np.empty(0, np.int64), *found.keys])
+
+    def overlay_rows(self, table: EmbeddingTable) -> Iterator[ScannedRows]:
+        """Yield the rows in RocksDB alone, as `RocksDbTier.scan` does."""
+        return super().scan(table)
+
     def loaded(self, table: EmbeddingTable) -> LoadRecord | None:
         overlay = self._database.overlay(table)
         return super().loaded(table) if overlay is None else overlay.load
@@ -370,6 +380,16 @@ class MappedTier(RocksDbTier):
         asked, absent = self._fetch_mapped(rest, mapped)
         part.missing = np.sort(np.concatenate([missing[hidden], asked, absent]))
         return whole and not mapped.may_be_damaged(part.keys[part.missing])
+
+
+class CollectedKeys:
+    """The keys of an overlay's entries, in blocks."""
+
+    def __init__(self) -> None:
+        self.keys: list[KeyArray] = []
+
+    def override(self, keys: KeyArray) -> None:
+        self.keys.append(keys)
 
 
 class OverlaidKeys:

@@ -5,11 +5,15 @@ import time
 
 import pytest
 
+from hps.config.download_settings import DownloadSettings
 from hps.config.repository_uri import RepositoryUri
 from hps.errors import ConfigError, ModelError
+from hps.models.check import check_version
 from hps.models.remote import open_repository
 from hps.models.remote import publish as module
 from hps.models.remote.arrow_store import ArrowStore
+from hps.models.remote.cache import folder_bytes
+from hps.models.remote.download import VersionDownload
 from hps.models.remote.opening import open_writable_store
 from hps.models.remote.publish import publish_remote
 from hps.models.repository import Repository
@@ -154,3 +158,48 @@ def test_store_whose_package_is_missing():
 def test_web_server_is_read_only():
     with pytest.raises(ConfigError, match="repositories on web servers are read-only"):
         open_writable_store(RepositoryUri.parse("https://host/models"))
+
+
+def test_shared_files_are_uploaded_and_downloaded_once(uri, make_version, tmp_path, monkeypatch):
+    """A version with another network: files are copied in the store, and linked in the cache."""
+    write_mapped_users(make_version(1, n=ROWS))
+    users = Repository(tmp_path / "models").open("ctr", 1).tables["users"]
+    items = Repository(tmp_path / "models").open("ctr", 1).tables["items"]
+    tables = {
+        "users": (users.keys(), users.vectors()),
+        "items": (items.keys(), items.vectors() + 1),
+    }
+    make_version(2, tables=tables)
+    uploads, downloads = [], []
+    create, run = ArrowStore.create, VersionDownload.run
+
+    def recorded_create(self, path):
+        uploads.append(path)
+        return create(self, path)
+
+    def recorded_run(self, files, advance):
+        downloads.extend(file.relative for file in files)
+        run(self, files, advance)
+
+    monkeypatch.setattr(ArrowStore, "create", recorded_create)
+    monkeypatch.setattr(VersionDownload, "run", recorded_run)
+    repository = open_repository(uri, DownloadSettings(folder=tmp_path / "cache"))
+    publish(uri, version(tmp_path))
+    first = repository.open("ctr", 1)
+    uploads.clear(), downloads.clear()
+    publish(uri, version(tmp_path, 2))
+    assert [each for each in uploads if "users" in each] == []
+    assert [each for each in uploads if "items" in each] == [
+        "ctr/2/tables/items/key",
+        "ctr/2/tables/items/emb_vector",
+    ] or len([each for each in uploads if "items" in each]) == 1
+    second = repository.open("ctr", 2)
+    assert [each for each in downloads if "users" in each] == []
+    for file in ("key", "emb_vector", "mapped"):
+        path = f"tables/users/{file}"
+        assert (second.folder / path).samefile(first.folder / path)
+        assert (second.folder / path).read_bytes() == (
+            tmp_path / "models/ctr/1" / path
+        ).read_bytes()
+    assert {each.level for each in check_version(second, NoProgress())} <= {"OK"}
+    assert folder_bytes(tmp_path / "cache") < 1.6 * folder_bytes(first.folder)
