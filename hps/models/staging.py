@@ -33,17 +33,32 @@ def hidden_folder(model: Path, version: int) -> Iterator[Path]:
     """Make a locked folder ``.import-<version>-<random>``; remove it at the end unless it was renamed.
 
     Also removes the model's folder if that is empty then."""
-    folder = model / f"{_PREFIX}{version}-{secrets.token_hex(4)}"
-    make_folder(folder)
-    lock = os.open(folder, os.O_RDONLY)
+    folder, lock = _locked_folder(model, version)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
         with suppress(OSError):  # the folder is not empty
             model.rmdir()
+
+
+def _locked_folder(model: Path, version: int) -> tuple[Path, int]:
+    """Make a hidden folder and lock it; another writer may take a new one for a leftover before that."""
+    while True:
+        folder = model / f"{_PREFIX}{version}-{secrets.token_hex(4)}"
+        make_folder(folder)
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock).st_ino == folder.stat().st_ino:
+                return folder, lock
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        os.close(lock)
 
 
 def make_folder(folder: Path) -> None:
