@@ -27,6 +27,7 @@ from hps.errors import ModelError, TierError
 from hps.tiers.base import Part, restrict_part
 from hps.tiers.mapped.ordered_scan import ordered_rows
 from hps.tiers.mapped.overlaid_table import OverlaidTable
+from hps.tiers.mapped.overlay_keys import CollectedKeys, OverlaidKeys
 from hps.tiers.mapped.overlay_rows import OverlayRows
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier, ScannedRows
 from hps.tiers.rocksdb.database import TableFamily
@@ -380,29 +381,6 @@ class MappedTier(RocksDbTier):
         asked, absent = self._fetch_mapped(rest, mapped)
         part.missing = np.sort(np.concatenate([missing[hidden], asked, absent]))
         return whole and not mapped.may_be_damaged(part.keys[part.missing])
-
-
-class CollectedKeys:
-    """The keys of an overlay's entries, in blocks."""
-
-    def __init__(self) -> None:
-        self.keys: list[KeyArray] = []
-
-    def override(self, keys: KeyArray) -> None:
-        self.keys.append(keys)
-
-
-class OverlaidKeys:
-    """Which of ``keys (n,)``, ascending, an overlay has: ``mask (n,)``."""
-
-    def __init__(self, keys: KeyArray) -> None:
-        self._keys = keys
-        self.mask = np.zeros(len(keys), bool)
-
-    def override(self, keys: KeyArray) -> None:
-        if len(self._keys):
-            at = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-            self.mask[at[self._keys[at] == keys]] = True
 
 
 def _with(first: ScannedRows | None, rest: Iterator[ScannedRows]) -> Iterator[ScannedRows]:
