@@ -34,7 +34,7 @@ from hps.node.stores import NodeStores
 from hps.node.streams import Limited, UpdateStreams
 from hps.node.tier_status import publish_process, publish_tiers
 from hps.node.version_choice import ChoiceFile, VersionChoice
-from hps.node.version_loader import NodeParts
+from hps.node.version_loader import NodeParts, made_at
 from hps.node.version_start import versions_at_start
 from hps.node.version_switcher import VersionSwitcher
 from hps.observability import metric_names as m
@@ -234,6 +234,7 @@ class _NodeBuilder:
         directory, kafka = self._settings.updates.directory, self._settings.updates.kafka
         if directory is not None:
             streams.read_folder(directory, both, writer)
+            streams.replay_files_later(made_at(self._opened))
         if kafka is not None:
             streams.read_kafka(kafka, own, writer, self._stores.followed)
             if kafka.shared_writer == "nodes" and shared:

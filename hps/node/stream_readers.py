@@ -15,6 +15,7 @@ from hps.observability.metrics import Metrics
 from hps.types import EmbeddingTable
 from hps.updates.arrival_times import PendingUpdates
 from hps.updates.cache_writer import CacheWriter
+from hps.updates.files.applied_files import AppliedFiles
 from hps.updates.files.directory import DirectorySource, PendingFiles
 from hps.updates.followed_store import FollowedStore
 from hps.updates.ingest_thread import IngestThread
@@ -98,6 +99,7 @@ class StreamReaders:
         self._meter = UpdateMeter(metrics)
         self._kept = KeptLetters()
         self._resources = resources
+        self.applied_files: AppliedFiles | None = None
         self._begin: list[Callable[[], None]] = []
         self._paused: Collection[str] = ()  # groups that start paused
         self._generation = ExitStack()  # resources of the running readers
@@ -122,6 +124,7 @@ class StreamReaders:
         self, settings: DirectorySettings, stores: Sequence[FedStore], caches: CacheWriter
     ) -> None:
         """Start a reader of a folder's files. Raises ConfigError."""
+        self.applied_files = AppliedFiles(settings, stores, caches)
         self._add(partial(self._read_folder, settings, stores, caches))
 
     def restart(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
@@ -194,6 +197,8 @@ class StreamReaders:
         positions = StoreStreamPositions(stores, topics.readers)
         ingestor = Ingestor(source, topics.tables, positions, caches, source, self._meter)
         tables = list(topics.tables.values())
+        assert self.applied_files is not None
+        source.on_applied = partial(self.applied_files.record, tables)
         pending = PendingFiles(settings.path)
         self._start("directory", "directory", source, ingestor, pending, lambda _folder: tables)
 

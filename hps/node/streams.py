@@ -6,9 +6,12 @@ has no other member. The shared one writes Redis, once for all nodes, so its gro
 
 from __future__ import annotations
 
+import logging
+import math
 import socket
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -38,6 +41,10 @@ _NEARLY_S = 1.0
 
 Limited = tuple[Freshness, Collection[EmbeddingTable]]
 """The freshness of a served model, and its tables."""
+
+
+log = logging.getLogger(__name__)
+_REPLAY_WAIT_S = 5.0
 
 
 class UpdateStreams:
@@ -85,6 +92,34 @@ class UpdateStreams:
     ) -> None:
         """See `StreamReaders.read_folder`."""
         self._readers.read_folder(settings, stores, caches)
+
+    def replay_files(
+        self,
+        made_ms: Mapping[EmbeddingTable, int],
+        closed: threading.Event | None = None,
+        wait_s: float = math.inf,
+    ) -> None:
+        """Apply the applied update files that tables miss; see `AppliedFiles.replay`."""
+        if (applied := self._readers.applied_files) is not None:
+            applied.replay(made_ms, closed, wait_s)
+
+    def replay_files_later(self, made_ms: Mapping[EmbeddingTable, int]) -> None:
+        """Like `replay_files` at a start; while a store fails, it is tried again on a thread."""
+        closed = threading.Event()
+
+        def replay() -> bool:
+            try:
+                self.replay_files(made_ms, closed, _REPLAY_WAIT_S)
+            except Unavailable as error:
+                log.warning("applied update files are not replayed yet: %s", error)
+                return True
+            return False
+
+        if replay():
+            thread = PeriodicThread(replay, _REPLAY_WAIT_S, "hps-replay-files", idle_rounds=1)
+            self._resources.callback(thread.close)
+            self._resources.callback(closed.set)  # runs first
+            thread.start()
 
     def set_tables(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
         """Restart the readers for ``tables``. Rows of tables without a reader age from then on."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 
 from hps.config import Settings
-from hps.errors import Unavailable, Unsupported
+from hps.errors import ConfigError, Unavailable
+from hps.models.loader import row_version
 from hps.models.repository import ModelVersion
 from hps.node.caches import NodeCaches
 from hps.node.gpu_caches import NodeGpus
@@ -28,7 +29,7 @@ from hps.node.served_versions import ServedModel
 from hps.node.serving_context import ServingContext, freshness_of
 from hps.node.stores import NodeStores
 from hps.node.warm_up import WarmUp
-from hps.types import EmbeddingTable, NoProgress, Progress
+from hps.types import EmbeddingTable, NoProgress, Progress, version_unix_ms
 
 _CHECK_EVERY_S = 0.05
 
@@ -112,17 +113,21 @@ class VersionLoader:
 
     def catch_up(self, model: OpenedModel) -> None:
         """Wait until the update streams have fed ``model``. Raises Unavailable after `models.catch_up_s`."""
+        # After the live reader began to feed it, so that no file is between the two.
+        wait_s = self._settings.models.catch_up_s
+        self._node.streams.replay_files(made_at([model]), self._closed, wait_s)
         self._catch_up_here(model)
         self._require_fed(model)
 
-    def require_replayable_updates(self, name: str) -> None:
-        """Raise Unsupported if another version could not read the updates that the current one has."""
+    def require_kept_updates(self, name: str) -> None:
+        """Raise ConfigError if another version could not get the updates that the current one has."""
         directory = self._settings.updates.directory
-        if directory is not None and directory.takes(name):
-            raise Unsupported(
-                f"'{name}' is updated from files (updates.directory), and applied files are not "
-                "read again: another version would miss their rows; unload the model, load the version, and "
-                f"move the files it needs from {directory.path / 'applied'} back to {directory.path}"
+        if directory is not None and directory.takes(name) and not directory.keep_applied:
+            raise ConfigError(
+                f"'{name}' is updated from files (updates.directory), and applied files are removed "
+                "(keep_applied: false): another version would miss their rows. Set "
+                "updates.directory.keep_applied: true; or unload the model, load the version, and move the "
+                f"files that it needs to {directory.path} again"
             )
 
     def require_open(self) -> None:
@@ -166,3 +171,12 @@ class VersionLoader:
                         )
                     self._closed.wait(_CHECK_EVERY_S)
                     self.require_open()
+
+
+def made_at(opened: Iterable[OpenedModel]) -> dict[EmbeddingTable, int]:
+    """When each table's files were made, in Unix milliseconds."""
+    return {
+        table: version_unix_ms(row_version(model.version, model.version.tables[name]))
+        for model in opened
+        for name, table in model.tables.items()
+    }

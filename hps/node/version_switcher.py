@@ -111,7 +111,7 @@ class VersionSwitcher:
         former, current = self.choices.get(name), self._node.models.get(name)
         switches = choice is not None and (former is None or former.current != choice.current)
         if switches and current is not None:
-            self.loader.require_replayable_updates(name)
+            self.loader.require_kept_updates(name)
         if found is not None and self.served(name, found.version) is not None:
             found = None
         if found is None and choice == former:

@@ -6,8 +6,8 @@
 
 A file appears complete: written under a name that begins with a dot, then renamed. Files are applied in
 the order of their names and moved once the stores have them, so a crash repeats a file and loses none;
-the rows' versions make that harmless. Rows without a version get the file's modification time. An
-applied file is not read again: another version of a model has none of its rows."""
+the rows' versions make that harmless. Rows without a version get the file's modification time. Applied
+files are kept for versions that are served later (`hps.updates.files.applied_files`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hps.config.update_settings import DirectorySettings
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 BLOCK = 1 << 16
 """Largest number of rows per poll; a single message may have more."""
-_APPLIED, _REJECTED = "applied", "rejected"
+APPLIED, _REJECTED = "applied", "rejected"
 _CHECK_EVERY_S = 0.2
 _WARN_EVERY_S = 30.0
 
@@ -51,6 +51,8 @@ class DirectorySource:
         self._ahead_s = settings.max_ahead_s
         self._tables = tables
         self._block = block
+        self.on_applied: Callable[[int], None] = lambda _applied_ms: None
+        """Called with the time, in Unix milliseconds, when a file was moved to ``applied/``."""
         self._names: deque[str] = deque()
         self._was_listed = False
         self._reading: UpdateFile | None = None
@@ -59,7 +61,7 @@ class DirectorySource:
         self._polled: deque[tuple[UpdateBatch, UpdateFile | None]] = deque()
         self._warned_at = float("-inf")
         try:
-            for folder in (self._folder / _APPLIED, self._folder / _REJECTED):
+            for folder in (self._folder / APPLIED, self._folder / _REJECTED):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
@@ -162,7 +164,9 @@ class DirectorySource:
                 os.replace(path, target)
                 log.error("%s was rejected: %s; see %s", path, ended.faults[0], reason)
             elif self._keep_applied:
-                os.replace(path, _free(self._folder / _APPLIED / path.name))
+                target = _free(self._folder / APPLIED / path.name)
+                os.replace(path, target)
+                self.on_applied(target.stat().st_ctime_ns // 1_000_000)
             else:
                 path.unlink()
         except FileNotFoundError:

@@ -1,7 +1,10 @@
 """Load, replace and unload models on an open node."""
 
+import json
+import logging
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -9,13 +12,14 @@ import pytest
 import hps
 from benchmarks.peers.process import free_ports
 from hps.config.model_schema import ModelSpec
-from hps.errors import ModelError, NotFound, TierError, Unavailable, Unsupported
+from hps.errors import ConfigError, ModelError, NotFound, TierError, Unavailable
 from hps.models.version_writer import write_version
 from hps.node import version_retirement
 from hps.node.streams import UpdateStreams
 from hps.observability import metric_names as m
 from hps.observability.metric_table import METRICS
 from hps.tiers.capacity import TABLE_BYTES, slot_bytes
+from hps.tiers.rocksdb import RocksDbTier
 from tests.support.waiting import until
 
 SPEC = {"name": "words", "tables": [{"name": "left", "dim": 4}, {"name": "right", "dim": 2}]}
@@ -415,34 +419,107 @@ def test_node_can_close_during_a_load(settings, repository, tmp_path):
     assert raised
 
 
-def test_load_rejects_models_updated_from_applied_files(settings, repository, tmp_path):
-    """Another version would silently miss their rows."""
-    folder = tmp_path / "updates"
-    settings["updates"] = {"directory": {"path": str(folder)}}
-    rows = {"key": np.array([7]), "vector": np.full((1, 4), 5, np.float32)}
+class Folder:
+    """A folder of update files, which `words` reads."""
 
-    def apply():
-        np.savez(folder / ".rows.npz", **rows)
-        (folder / ".rows.npz").rename(folder / "words.left.1.npz")
-        until(lambda: updated(node) == 5)
-        until(lambda: (folder / "applied" / "words.left.1.npz").exists())
+    def __init__(self, settings, path, **options):
+        self.path = path / "updates"
+        settings["updates"] = {"directory": {"path": str(self.path), **options}}
 
-    def updated(node):
-        return node.lookup("words", {"left": [7]}).vectors["left"][0, 0]
+    def apply(self, node, number, key=7):
+        """Write ``number`` as row ``key`` of table `left`, in a file, and wait until it is moved away."""
+        name = f"words.left.{number}.npz"
+        vector = np.full((1, 4), number, np.float32)
+        np.savez(self.path / f".{name}", key=np.array([key]), vector=vector)
+        (self.path / f".{name}").rename(self.path / name)
+        until(lambda: updated(node, key) == number)
+        until(lambda: not (self.path / name).exists())
 
+
+def updated(node, key=7, version=None):
+    return node.lookup("words", {"left": [key]}, version=version).vectors["left"][0, 0]
+
+
+def test_applied_files_are_replayed_for_a_version_that_is_loaded_later(
+    settings, repository, tmp_path
+):
+    folder = Folder(settings, tmp_path)
+    settings["models"]["rollback_s"] = 0
     with hps.open(settings) as node:
-        write(repository, 2)  # older than the file, whose rows win
-        apply()
-        with pytest.raises(Unsupported, match=r"updates\.directory.*not read again: .*/applied"):
+        write(repository, 2)  # older than the files, whose rows win
+        folder.apply(node, 5)
+        folder.apply(node, 6, key=8)
+        assert node.load("words", 2) == 2
+        assert (updated(node), updated(node, 8), updated(node, 9)) == (5, 6, 2009)
+        folder.apply(node, 4)  # version 1 is not fed any more
+        assert node.load("words", 1) == 1
+        assert (updated(node), updated(node, 8), updated(node, 9)) == (4, 6, 1009)
+        time.sleep(0.01)
+        write(repository, 3)  # newer than all files, whose rows it contains or replaces
+        assert node.load("words", 3) == 3
+        assert (updated(node), updated(node, 8)) == (3007, 3008)
+        folder.apply(node, 3)
+        assert not list((folder.path / "rejected").iterdir())
+
+
+def test_applied_files_are_replayed_at_a_start_with_another_version(settings, repository, tmp_path):
+    folder = Folder(settings, tmp_path)
+    with hps.open(settings) as node:
+        folder.apply(node, 5)
+    made = repository / "words/1/manifest.json"
+    write(repository, 2)
+    manifest = json.loads((repository / "words/2/manifest.json").read_text())
+    manifest["created"] = json.loads(made.read_text())["created"]
+    (repository / "words/2/manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "db" / "hps-served-versions.json").unlink(missing_ok=True)
+    with hps.open(settings) as node:
+        assert node.model("words").version == 2
+        assert (updated(node), updated(node, 8)) == (5, 2008)
+
+
+def test_files_are_replayed_once(settings, repository, tmp_path, caplog):
+    folder = Folder(settings, tmp_path)
+    caplog.set_level(logging.INFO, "hps.updates.files.applied_files")
+    with hps.open(settings) as node:
+        folder.apply(node, 5)
+    with hps.open(settings) as node:
+        assert updated(node) == 5
+        assert "were replayed" not in caplog.text  # the store records what the reader has applied
+
+
+def test_load_rejects_models_whose_applied_files_are_removed(settings, repository, tmp_path):
+    folder = Folder(settings, tmp_path, keep_applied=False)
+    with hps.open(settings) as node:
+        write(repository, 2)
+        folder.apply(node, 5)
+        with pytest.raises(ConfigError, match=r"keep_applied: true; or unload the model"):
             node.load("words", 2)
         assert node.load("words", 1) == 1  # served already
         assert updated(node) == 5
-        # As the message says.
-        node.unload("words")
+        node.unload("words")  # as the message says
         assert node.load("words", 2) == 2
-        assert updated(node) == 2007
-        (folder / "applied" / "words.left.1.npz").rename(folder / "words.left.1.npz")
-        until(lambda: updated(node) == 5)
+
+
+def test_replay_that_a_store_rejects_ends_the_load(settings, repository, tmp_path, monkeypatch):
+    folder = Folder(settings, tmp_path)
+    settings["models"]["catch_up_s"] = 0.3
+    with hps.open(settings) as node:
+        write(repository, 2)
+        folder.apply(node, 5)
+        apply = RocksDbTier.apply
+
+        def fail(tier, table, changes, positions):
+            if table.version == 2:
+                raise TierError("rocksdb", "disk full")
+            apply(tier, table, changes, positions)
+
+        monkeypatch.setattr(RocksDbTier, "apply", fail)
+        with pytest.raises(Unavailable, match="updates waited for rocksdb"):
+            node.load("words", 2)
+        assert (node.model("words").version, updated(node)) == (1, 5)
+        monkeypatch.setattr(RocksDbTier, "apply", apply)
+        assert node.load("words", 2) == 2
+        assert updated(node) == 5
 
 
 def test_each_version_has_separate_freshness(settings, repository, tmp_path, monkeypatch):
