@@ -52,6 +52,7 @@ def export_dense(version: ModelVersion, repository: Path, kind: DenseKind) -> Pa
         for tensor in tensors:
             _add(into, tensor)
     config.dynamic_batching.SetInParent()
+    _keep_versions(config, version)
     files = _write(folder, config, version.version, "dense_model.py" if kind == "python" else None)
     if ours and version.dense is not None:
         shutil.copy(version.dense, files / MODEL_FILES[kind])
@@ -95,6 +96,7 @@ def export_lookup(
     if gpus:
         made.parameters["FORCE_CPU_ONLY_INPUT_TENSORS"].string_value = "no"
     made.dynamic_batching.SetInParent()
+    _keep_versions(made, version)
     made.parameters["config"].string_value = str(config.absolute())
     _write(folder, made, version.version, "lookup_model.py")
     return folder
@@ -112,8 +114,10 @@ def export_ensemble(version: ModelVersion, repository: Path) -> Path:
         name=version.name, platform="ensemble", max_batch_size=spec.max_batch_size
     )
     steps = made.ensemble_scheduling.step
-    lookup = steps.add(model_name=f"{version.name}.lookup", model_version=-1)
-    network = steps.add(model_name=f"{version.name}.dense", model_version=-1)
+    # Of one version, so that no request mixes two while Triton loads another one.
+    number = version.version
+    lookup = steps.add(model_name=f"{version.name}.lookup", model_version=number)
+    network = steps.add(model_name=f"{version.name}.dense", model_version=number)
     for feature in spec.served_features:
         if feature.pooling == "none" and feature.hotness is None:
             raise ModelError(
@@ -184,6 +188,12 @@ def _write(folder: Path, config: pb.ModelConfig, version: int, model: str | None
     if model is not None:
         shutil.copy(_FILES / model, files / "model.py")
     return files
+
+
+def _keep_versions(config: pb.ModelConfig, version: ModelVersion) -> None:
+    """Let Triton serve all versions in the folder: an ensemble may still ask for the former one."""
+    if version.spec.dense is not None:
+        config.version_policy.all.SetInParent()
 
 
 def _add(into: Any, tensor: NetworkTensor) -> None:

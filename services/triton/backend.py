@@ -1,11 +1,14 @@
 """An instance of Triton's python backend for a model ``<m>.lookup``.
 
 Triton loads ``hps/triton/files/lookup_model.py``. An instance attaches to the node of its machine: it reads
-the node's shared CPU cache, and asks the node for misses. The requests of one call are one lookup. It keeps
-its first version, since Triton's ensemble has the network of that version."""
+the node's shared CPU cache, and asks the node for misses. The requests of one call are one lookup.
+
+An instance of a model with a network has the version of its folder in Triton's repository, which is that of
+the network next to it. Other instances follow the node's current version."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -33,6 +36,7 @@ from services.frontend.hps_keys_format import KEYS
 from services.frontend.inference_request import InferenceRequest, RequestTemplate
 from services.frontend.lookup_endpoint import LookupEndpoint
 
+log = logging.getLogger(__name__)
 _DATATYPE = {dtype: name for name, dtype in DATATYPES.items()}
 # HPS's parameters without effect here: accepted values, and the reason for rejecting others.
 _NO_REFRESH = "updates reach cached rows as they arrive; there is nothing to refresh"
@@ -49,7 +53,7 @@ _CODES = {
     "UNAVAILABLE": "UNAVAILABLE",
     "DEADLINE_EXCEEDED": "UNAVAILABLE",
 }
-_KNOWN = {"config", "model", *_WITHOUT_EFFECT}
+_KNOWN = {"config", "model", "version", *_WITHOUT_EFFECT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +85,16 @@ class LookupBackend:
         self,
         name: str,
         parameters: Mapping[str, str],
+        version: int = 1,
         device: int = 0,
         float32: Collection[str] = (),
     ) -> None:
         """Attach to the node. Raises ConfigError for an unsupported parameter, and as ``hps.attach``.
 
-        ``name`` of the Triton model, ``<m>.lookup`` or ``<m>``; ``parameters`` of its config.pbtxt:
-        ``config`` names the node's configuration file, ``model`` the model if it is not ``<m>``.
-        ``device``: the instance's, in Triton's numbering. ``float32``: outputs that are converted to
-        float32."""
+        ``name`` of the Triton model, ``<m>.lookup`` or ``<m>``, and its ``version``; ``parameters`` of its
+        config.pbtxt: ``config`` names the node's configuration file, ``model`` the model if it is not
+        ``<m>``, ``version`` a version or label of the node, or ``current`` to follow it. ``device``: the
+        instance's, in Triton's numbering. ``float32``: outputs that are converted to float32."""
         _check_parameters(name, parameters)
         configuration = load_config(parameters["config"])
         self._answering = partial(
@@ -100,22 +105,35 @@ class LookupBackend:
             float32=frozenset(float32),
         )
         self._name, self._model = name, parameters.get("model") or name.removesuffix(".lookup")
-        self._version = 0
         self._now: BackendModel | None = None
+        self._served: ServedModel | None = None
         self._models = hps.attach(configuration)
-        self._models.watch(self._renew)
         try:
-            self._version = self._models.model(self._model).version
+            current = self._models.model(self._model)
+            default = "current" if current.spec.dense is None else str(version)
+            self._wanted = parameters.get("version", default)
+            self._served = self._find(self._wanted)
         except HpsError:
             self._models.close()
             raise
         self._models.require(self._check)
+        self._models.watch(self._renew)
         self._renew()
+
+    def _find(self, wanted: str) -> ServedModel:
+        """The version to answer from. Raises NotFound."""
+        try:
+            return self._models.model(self._model, None if wanted == "current" else wanted)
+        except NotFound as error:
+            raise NotFound(
+                f"{self._name} needs version {wanted} of the node, whose network it feeds: {error}. Load it "
+                f"there first (hps model load {self._model} {wanted} --beside)"
+            ) from None
 
     def answer(self, requests: Sequence[BackendRequest]) -> list[BackendResponse | HpsError]:
         """Return an answer or an error for each request."""
         if (now := self._now) is None:
-            gone = f"the node no longer serves version {self._version} of model '{self._model}'"
+            gone = f"the node no longer serves model '{self._model}'"
             return [NotFound(gone) for _ in requests]
         return now.answer(requests)
 
@@ -123,19 +141,45 @@ class LookupBackend:
         self._models.close()
 
     def _check(self, served: ServedModel) -> None:
-        if served.name == self._model and served.version != self._version:
+        """Reject a version that this instance would follow, but could not answer in its outputs' shapes."""
+        follows = self._wanted == "current" and served.name == self._model
+        if follows and self._served is not None and _shapes(served) != _shapes(self._served):
             raise Unsupported(
-                f"Triton's model {self._name} serves version {self._version}, as its ensemble's network may; "
-                "have Triton unload it, and load it again when the node serves the other version"
+                f"Triton's model {self._name} follows the node, and version {served.version} has other "
+                "features or vectors than the exported one; have Triton unload it, and export it again"
             )
 
     def _renew(self) -> None:
-        """Answer from the version that was loaded last, if it is served."""
-        served = self._models.models.get(self._model)
-        if served is None or served.version != self._version:
-            self._now = None
-        else:
-            self._now = self._answering(served)
+        """Answer from the version wanted, as long as the node serves one of the model.
+
+        A version that the node has replaced is kept until Triton unloads this instance: the network in Triton
+        belongs to it. It gets no more updates."""
+        models = self._models.models
+        if self._model not in models:
+            self._now = self._served = None
+            return
+        try:
+            self._served = models.find(
+                self._model, None if self._wanted == "current" else self._wanted
+            )
+        except NotFound:
+            log.warning(
+                "%s: the node has replaced version %s of model '%s'; its rows get no more updates. Export "
+                "the version that the node serves, and load it in Triton",
+                self._name,
+                self._wanted,
+                self._model,
+            )
+        if self._served is not None:
+            self._now = self._answering(self._served)
+
+
+def _shapes(served: ServedModel) -> dict[str, tuple[Any, ...]]:
+    """What the inputs and outputs in config.pbtxt depend on, by feature."""
+    return {
+        name: (f.table.dim, f.table.dtype, f.pooling, f.hotness)
+        for name, f in served.engine.features.items()
+    }
 
 
 def _check_parameters(name: str, parameters: Mapping[str, str]) -> None:

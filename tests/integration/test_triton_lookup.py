@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,10 +19,11 @@ import hps
 from benchmarks.peers.triton import start_triton
 from hps.cli.triton import app
 from hps.config.model_schema import ModelSpec
-from hps.errors import Unsupported
+from hps.errors import NotFound
 from hps.models.version_writer import write_version
 from hps.native import COMPILED
-from tests.support.small_models import RANKING, network, write_models
+from services.triton.backend import LookupBackend
+from tests.support.small_models import LOOKUP, RANKING, network, write_models
 from tests.support.waiting import until
 
 pytestmark = [
@@ -200,32 +201,116 @@ def test_changed_row_is_returned(client, node):
     ]
 
 
-def test_backend_keeps_its_version_until_the_node_removes_the_model(client, node, config):
-    key, words = np.array([[900]]), config.parent / "models" / "words"
+def write_next(config, name, spec, **network):
+    """Version 2 of a model, whose rows are ten times those of version 1."""
+    keys = {"users": np.arange(100), "items": np.arange(-50, 50), "words": np.arange(1000)}
+    tables = {
+        table["name"]: (
+            keys[table["name"]],
+            10 * (keys[table["name"]][:, None] + np.arange(table["dim"], dtype=np.float32) / 8),
+        )
+        for table in spec["tables"]
+    }
+    root = config.parent / "models"
+    if not (root / name / "2").exists():
+        write_version(root, ModelSpec.model_validate(spec), 2, tables, **network)
+
+
+def test_lookups_without_a_network_follow_the_node(client, node, config):
+    key = np.array([[900]])
 
     def first():
         return infer(client, "words.lookup", ["word"], word=key).as_numpy("word")[0, 0]
 
-    shutil.copytree(words / "1", words / "2", ignore=shutil.ignore_patterns("manifest.json"))
-    try:
-        with pytest.raises(
-            Unsupported, match=r"words.lookup serves version 1.*have Triton unload it"
-        ):
-            node.load("words", 2)
-    finally:
-        shutil.rmtree(words / "2")
-    assert first() == 900
+    write_next(config, "words", LOOKUP)
+    node.load("words", 2)
+    until(lambda: first() == 9000)
+    assert node.rollback("words") == 1
+    until(lambda: first() == 900)
     node.unload("words")
-    with pytest.raises(
-        InferenceServerException, match="no longer serves version 1 of model 'words'"
-    ) as refused:
+    with pytest.raises(InferenceServerException, match="no longer serves model") as refused:
         first()
     assert refused.value.status() == status(client, 404)
     node.load("words", 1)
-    assert first() == 900
+    until(lambda: first() == 900)
     node.write("words", "words", key[0], np.full((1, 8), 5, np.float32))
     assert first() == 5
     node.write("words", "words", key[0], np.arange(8, dtype=np.float32)[None] / 8 + 900)
+
+
+def export(model, version, folder, config):
+    done = CliRunner().invoke(
+        app,
+        [
+            *("export", model, "--out", str(folder), "--dense", "python"),
+            *("--version", str(version), "--config", str(config)),
+            *("--repository", str(config.parent / "models")),
+        ],
+    )
+    assert done.exit_code == 0, done.output
+
+
+def test_ensemble_changes_its_version_by_tritons_load(node, config, tmp_path):
+    """Under requests, none of which fails or mixes rows of one version with the network of another one."""
+    write_next(config, "clicks", RANKING, dense=network(0.5))
+    node.load("clicks", 1)
+    export("clicks", 1, tmp_path, config)
+    inputs = {n: v.astype(np.int64) for n, v in features(3).items()}
+    inputs["dense"] = np.full((3, 3), 0.25, np.float32)
+    right = {}
+    for version in (1, 2):
+        node.load("clicks", version, switch=False)
+        found = node.predict(
+            "clicks",
+            {n: inputs[n] for n in ("user", "item", "history")},
+            {"dense": inputs["dense"]},
+            version=version,
+        )
+        right[version] = found.outputs["logit"]
+    names = ["--model-control-mode=explicit", "--load-model=clicks"]
+    with start_triton(tmp_path, timeout_s=120, arguments=tuple(names)) as server:
+        seen, failed, stop = [], [], threading.Event()
+
+        def ask():
+            with triton_http.InferenceServerClient(server.address) as client:
+                client.kind = triton_http
+                while not stop.is_set():
+                    try:
+                        scores = infer(client, "clicks", ["logit"], **inputs).as_numpy("logit")
+                        seen.append(
+                            next(v for v, r in right.items() if np.allclose(scores, r, rtol=1e-4))
+                        )
+                    except Exception as error:
+                        failed.append(error)
+                        return
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            until(lambda: len(seen) > 20 or failed)
+            node.switch("clicks", 2)  # Triton stays with the rows of its network
+            count = len(seen)
+            until(lambda: len(seen) > count + 20 or failed)
+            assert set(seen) == {1}
+            export("clicks", 2, tmp_path, config)
+            with triton_http.InferenceServerClient(server.address) as client:
+                for name in ("clicks.lookup", "clicks.dense", "clicks"):
+                    client.load_model(name)
+            count = len(seen)
+            until(lambda: len(seen) > count + 20 or failed)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert not failed, failed
+        assert set(seen[-10:]) == {2}
+    node.load("clicks", 1)
+
+
+def test_version_that_the_node_does_not_serve_is_rejected(node, config, tmp_path):
+    with pytest.raises(NotFound, match=r"needs version 7 of the node.*hps model load clicks 7"):
+        LookupBackend("clicks.lookup", {"config": str(config)}, 7)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,20 @@ def test_unsupported_parameters_are_rejected(parameters, error):
         LookupBackend("m.lookup", parameters)
 
 
+def test_version_with_other_shapes_is_not_followed(small):
+    served = small.node.models["words"]
+    backend = LookupBackend.__new__(LookupBackend)
+    backend._name, backend._model = "words.lookup", "words"
+    backend._wanted, backend._served = "current", served
+    backend._check(served)
+    other = small.node.models["ctr"]
+    changed = replace(other, name="words", version=2)
+    with pytest.raises(Unsupported, match="version 2 has other features or vectors"):
+        backend._check(changed)
+    backend._wanted = "1"  # does not follow
+    backend._check(changed)
+
+
 @pytest.fixture
 def backend(small):
     """The model of an instance without Triton: ``words`` of the small node."""

@@ -19,7 +19,8 @@ class TritonPythonModel:
         parameters = {k: v["string_value"] for k, v in config.get("parameters", {}).items()}
         self.inputs = [tensor["name"] for tensor in config["input"]]
         wide = {t["name"] for t in config["output"] if t["data_type"] == "TYPE_FP32"}
-        self.backend = LookupBackend(args["model_name"], parameters, int(device), wide)
+        version = int(args["model_version"])
+        self.backend = LookupBackend(args["model_name"], parameters, version, int(device), wide)
 
     def execute(self, requests):
         asked = [self.asked(request) for request in requests]
