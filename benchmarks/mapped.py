@@ -17,6 +17,10 @@ read (/proc/self/io), by key. Absent keys: 10⁸ odd keys, a third of them next 
 Peers publish their index alone: NeighborHash reports 1.11 times the time of a random access to memory, in
 huge pages. Beside it: rows of 8 bytes in a mapped table and in the CPU cache, with huge pages and without,
 relative to a random access to an array of such rows in huge pages.
+
+Nodes: one that reads mapped files on the fast path, and one whose CPU cache holds all rows, with the same
+generated model: 26 tables of dim 32, features of one key. Lookups and predictions of 64 samples, uniform
+keys, in one thread; time, in alternation.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +40,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import hps
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.cpu_scene import aligned, cpu_ns
 from benchmarks.measure import Spread, alternate, ratio, zipf_keys
@@ -46,12 +52,18 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.cpu.cache_memory import CacheMemory
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
+from hps.tools.generate.model import model_spec, write_model
 from hps.types import EmbeddingTable, Source
 
 ROWS, QUICK_ROWS, BATCH = 10_000_000, 1_000_000, 26 * 1024
 BATCHES, ROUNDS = 30, 7
 OTHER_DIMS = {8: 1.0, 64: 0.5, 128: 0.25}  # with the share of the rows
 COLD_KEYS, PROBES = 20_000, 100_000_000
+NODE_TABLES, NODE_SAMPLES = 26, 64
+NODE_TIERS: dict[str, dict[str, Any]] = {
+    "mapped": {},
+    "CPU cache": {"mapped": {"memory_bytes": 0}, "cpu_cache": {"share": 1.0}},
+}
 _CHUNK = 1 << 16
 
 BARS = (
@@ -62,6 +74,8 @@ BARS = (
     Bar("index_bits", "bits of index a key", at_most=4),
     Bar("cold_reads", "cold: pages read a key", at_most=1.1),
     Bar("absent", "absent keys answered, of 10⁸", at_most=0),
+    Bar("node_lookups", "a node's lookups: time, mapped / CPU cache", at_most=1.1),
+    Bar("node_predictions", "a node's predictions: time, mapped / CPU cache", at_most=1.1),
 )
 
 
@@ -109,7 +123,9 @@ def sides(
     scene: Scene, numbers: NDArray[np.int64], rocksdb: RocksDb | None, rows: NDArray[Any]
 ) -> dict[str, Callable[[], float]]:
     """Every side's measurement over ``numbers (batches, batch)`` of rows."""
-    table, dim = scene.open().table, scene.dim
+    file, dim = scene.open(), scene.dim
+    table = file.table
+    table.load(0, file.header.bytes)  # as nodes do
     keys = scene.keys[numbers]
     positions = np.stack([table.positions(each) for each in keys])
     out, everything = aligned(BATCH, dim), np.arange(BATCH)
@@ -182,6 +198,7 @@ def run(options: Options) -> Report:
         for dim, share in {32: 1.0, **({} if options.quick else OTHER_DIMS)}.items():
             _one_dim(Path(name) / f"dim-{dim}", int(rows * share), dim, random, report)
     _index_alone(rows // 2, random, report)
+    _nodes(rows // 100, options, report)
     if rows != ROWS:
         report.notes.append(f"{rows:,} rows.")
     return report
@@ -326,6 +343,49 @@ def _index_alone(rows: int, random: np.random.Generator, report: Report) -> None
         }
         for side, found in times.items()
     ]
+
+
+def _nodes(rows: int, options: Options, report: Report) -> None:
+    """Compare a node with mapped files on the fast path with one whose CPU cache has all rows."""
+    random, rounds = np.random.default_rng(options.seed), 5 if options.quick else 25
+    with tempfile.TemporaryDirectory(dir=options.extra.get("folder")) as name, ExitStack() as nodes:
+        spec = model_spec("m", NODE_TABLES, 32, 1, 4, NODE_SAMPLES)
+        write_model(Path(name) / "models", spec, rows, options.seed, lambda _rows: None)
+        keys = random.integers(0, rows, (100, NODE_TABLES, NODE_SAMPLES, 1))
+        dense = {"dense": np.ones((NODE_SAMPLES, 4), np.float32)}
+        works: dict[str, dict[str, Callable[[], float]]] = {"lookups": {}, "predictions": {}}
+        for side, tiers in NODE_TIERS.items():
+            node = nodes.enter_context(
+                hps.open(
+                    {
+                        "models": {"repository": f"{name}/models"},
+                        "tiers": {**tiers, "rocksdb": {"path": f"{name}/{side}"}},
+                    }
+                )
+            )
+            features = [{f"f{t}": batch[t] for t in range(NODE_TABLES)} for batch in keys]
+            works["lookups"][side] = partial(
+                _seconds, lambda each, node: node.lookup("m", each), features, node
+            )
+            works["predictions"][side] = partial(
+                _seconds, lambda each, node: node.predict("m", each, dense), features, node
+            )
+        found = {kind: alternate(sides, rounds) for kind, sides in works.items()}
+    report.figures["nodes"] = found
+    lines = report.tables[f"A node, µs a call: 26 tables of {rows:,} rows, 64 samples"] = []
+    for kind, times in found.items():
+        over = ratio(times["mapped"], times["CPU cache"])
+        report.values[f"node_{kind}"] = over.median
+        line = {"": kind} | {side: f"{Spread.of(each)}" for side, each in times.items()}
+        lines.append(line | {"mapped / CPU cache": f"{over}"})
+
+
+def _seconds(work: Callable[[Any, Any], object], requests: list[Any], node: Any) -> float:
+    """Microseconds a call."""
+    began = time.perf_counter()
+    for each in requests:
+        work(each, node)
+    return (time.perf_counter() - began) / len(requests) * 1e6
 
 
 BENCHMARK = Benchmark(

@@ -55,7 +55,8 @@ def run(options: Options) -> Report:
     random = np.random.default_rng(options.seed)
     with tempfile.TemporaryDirectory() as folder:
         rows = random.random((ROWS, DIM), np.float32)
-        write_version(Path(folder) / "models", SPEC, 1, {"t": (np.arange(ROWS), rows)})
+        contents = {"t": (np.arange(ROWS), rows)}
+        write_version(Path(folder) / "models", SPEC, 1, contents, mapped=False)
         tiers = {"cpu_cache": {"enabled": False}, "rocksdb": {"path": f"{folder}/db"}}
         config = {"models": {"repository": f"{folder}/models"}, "tiers": tiers}
         with hps.open(config) as node:

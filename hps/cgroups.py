@@ -68,6 +68,17 @@ def memory_left(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
     return min(left, default=None)
 
 
+def memory_limit(proc: Path = PROC, groups: Path = GROUPS) -> int:
+    """Bytes that this process may use: the machine's memory, or its container's limit. Raises OSError."""
+    limits = [int((proc / "meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024]
+    for controller, name in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
+        with suppress(OSError):
+            for group in own_groups(controller, proc, groups):
+                with suppress(OSError, ValueError):  # no limit is "max"
+                    limits.append(int((group / name).read_text()))
+    return min(limits)
+
+
 def _memory_left(group: Path, limit: str, usage: str, inactive: str) -> int:
     free = int((group / limit).read_text()) - int((group / usage).read_text())
     for line in (group / "memory.stat").read_text().splitlines():

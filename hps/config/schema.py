@@ -160,8 +160,11 @@ class TiersSettings(StrictModel):
         """Every row needs a store that keeps it, and all stores the same layout."""
         redis, rocksdb = self.redis, self.rocksdb
         if redis is None:
-            if not rocksdb.enabled:
-                message = "is false, and tiers.redis is not set; one of them must store the rows"
+            if not rocksdb.enabled and not self.mapped.enabled:
+                message = (
+                    "is false, tiers.redis is not set, and tiers.mapped.enabled is false; one of them must "
+                    "have the rows"
+                )
                 yield finding("rocksdb.enabled", message, "redis")
         elif not rocksdb.enabled:
             if redis.overflow_margin is not None:
@@ -224,8 +227,19 @@ class Settings(StrictModel):
     def _update_rules(self) -> Iterator[ConfigFinding]:
         """Updates need a store that gets them: caches evict rows and fetch them again from there."""
         rocksdb = self.tiers.rocksdb
-        access = rocksdb.access if rocksdb.enabled else "primary"
-        if self.tiers.redis is not None or access == "primary":
+        if self.tiers.redis is not None:
+            return
+        if not rocksdb.enabled:
+            for name in ("directory", "kafka"):
+                if getattr(self.updates, name) is not None:
+                    message = (
+                        "needs a store that gets the updates, but tiers.rocksdb.enabled is false and there "
+                        "is no tiers.redis: mapped files do not change"
+                    )
+                    yield finding(f"updates.{name}", message, "tiers.rocksdb.enabled")
+            return
+        access = rocksdb.access
+        if access == "primary":
             return
         if self.updates.directory is not None:
             message = (

@@ -33,6 +33,9 @@ class MappedSettings(StrictModel):
 
     enabled: bool = True
     """Map tables that RocksDB does not hold yet; off: load every table into RocksDB."""
+    memory_bytes: int | None = Field(None, ge=0)
+    """Bytes of files that lookups read directly, instead of the CPU cache, once these are in memory; null:
+    half of the memory limit."""
     verify_bytes_per_s: int = Field(256 << 20, ge=0)
     """Rate at which the files are verified after the start, in the background; 0: not at all."""
 
@@ -41,7 +44,8 @@ class RocksDbSettings(StrictModel):
     """The store on the local disk; it holds every row that is not in a mapped file."""
 
     enabled: bool = True
-    """Off: rows are in `tiers.redis` only, which then must not lose any."""
+    """Off: rows are in `tiers.redis` only, which then must not lose any; without it, in mapped files only,
+    and no updates are taken."""
     path: Path = Path("hps-data/rocksdb")
     """Folder of the database; owned by one node process."""
     layout: Literal["native", "hps"] = "native"

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -35,7 +36,7 @@ from hps.models.mapped_file import MAPPED_FILE
 from hps.models.repository import ModelVersion
 from hps.models.tables import TableFiles
 from hps.native.mapped_format import read_header
-from hps.tiers.mapped import MappedTier
+from hps.tiers.mapped import MappedFileTier, MappedTier
 from hps.tiers.mapped.masked_positions import MASKED_POSITIONS_FILE, read_masked_positions
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
 from hps.types import EmbeddingTable, Progress, make_version
@@ -163,35 +164,64 @@ def map_table(version: ModelVersion, table: EmbeddingTable, store: RocksDbTier) 
     Raises ModelError as `load_tables`, and TierError."""
     if not isinstance(store, MappedTier) or not store.maps or store.layout != "native":
         return False
+    found = _mapped_files(version, table)
+    return found is not None and store.map(table, *found)
+
+
+def open_mapped_tables(
+    version: ModelVersion, tables: Iterable[EmbeddingTable], store: MappedFileTier
+) -> None:
+    """Serve ``tables`` of ``version`` from their mapped files. Raises ModelError if one has none."""
+    for table in tables:
+        check_disjoint_tables(version.tables[table.name], table.key_bits)
+        found = _mapped_files(version, table)
+        if found is None:
+            raise ModelError(
+                f"table {table.id} has no usable mapped file, and there is no store to load its rows into: "
+                "import the version again, or set tiers.rocksdb.enabled to true"
+            )
+        path, record, delta = found
+        try:
+            store.open(table, path, record.version, delta)
+        except OSError as error:
+            raise ModelError(f"table {table.id}: cannot serve {path}: {error}") from error
+
+
+def _mapped_files(
+    version: ModelVersion, table: EmbeddingTable
+) -> tuple[Path, LoadRecord, Path | None] | None:
+    """The table's mapped file, the record of its rows, and the delta if there is one.
+
+    None, with a warning, if a file is unusable."""
     files = version.tables[table.name]
     paths = [pair.folder / MAPPED_FILE for pair in files.pairs]
     if not all(path.exists() for path in paths):
-        return False
+        return None
     rows = 0
     for pair, path in zip(files.pairs, paths, strict=True):
         try:
             header = read_header(path)
         except ModelError as error:
             log.warning("table %s: its mapped file is not used: %s", table.id, error)
-            return False
+            return None
         if not header.is_of(pair.digest, table):
             log.warning("table %s: %s is not used: it was made from other files", table.id, path)
-            return False
+            return None
         rows += header.rows
     record = _record(version, table, files)
     if len(paths) == 1:
-        return store.map(table, paths[0], replace(record, rows=rows))
+        return paths[0], replace(record, rows=rows), None
     try:
         digest, masked = read_masked_positions(
             paths[1].with_name(MASKED_POSITIONS_FILE), read_header(paths[0])
         )
     except ModelError as error:
         log.warning("table %s: its mapped files are not used: %s", table.id, error)
-        return False
+        return None
     if digest != files.digest:
         log.warning("table %s: %s is not used: it was made from other files", table.id, paths[1])
-        return False
-    return store.map(table, paths[0], replace(record, rows=rows - len(masked)), paths[1])
+        return None
+    return paths[0], replace(record, rows=rows - len(masked)), paths[1]
 
 
 def _record(version: ModelVersion, table: EmbeddingTable, files: TableFiles) -> LoadRecord:

@@ -14,6 +14,7 @@ from hps.native import (
     twin_cache,
     twin_codec,
     twin_in_flight,
+    twin_layered,
     twin_mapped,
     twin_misses,
     twin_pool,
@@ -31,6 +32,7 @@ CacheTable = twin_cache.CacheTable
 gather_all = twin_cache.gather_all
 MappedTable = twin_mapped.MappedTable
 bitmap_words = twin_mapped.bitmap_words
+LayeredTable = twin_layered.LayeredTable
 index_hashes = twin_mapped.index_hashes
 build_index_part = twin_mapped.build_index_part
 place_records = twin_mapped.place_records
@@ -62,6 +64,7 @@ if _mode != "off":
         CacheTable = _core.CacheTable  # type: ignore[misc,assignment] # its twin has the same methods
         gather_all = _core.gather_all  # type: ignore[assignment]
         MappedTable = _core.MappedTable  # type: ignore[misc,assignment] # likewise
+        LayeredTable = _core.LayeredTable  # type: ignore[misc,assignment] # likewise
         bitmap_words = _core.bitmap_words
         index_hashes = _core.index_hashes
         build_index_part = _core.build_index_part
@@ -82,6 +85,7 @@ __all__ = [
     "COMPILED",
     "CacheTable",
     "InFlight",
+    "LayeredTable",
     "MappedTable",
     "ProtocolError",
     "RowReplies",

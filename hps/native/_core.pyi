@@ -177,11 +177,17 @@ class MappedTable:
     def positions(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """See twin_mapped.MappedTable.positions."""
 
+    def keys_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See twin_mapped.MappedTable.keys_at."""
+
     def copy_records(self, positions: NDArray[np.int64], out: NDArray[Any]) -> None:
         """Copy the rows of known records: the lower bound for benchmarks of lookups."""
 
     def populate(self, keys: NDArray[np.int64]) -> int:
         """See twin_mapped.MappedTable.populate."""
+
+    def load(self, begin: int, end: int) -> None:
+        """See twin_mapped.MappedTable.load."""
 
     def resident(self, begin: int, end: int) -> float:
         """See twin_mapped.MappedTable.resident."""
@@ -191,6 +197,43 @@ class MappedTable:
 
     def clear_overrides(self) -> None:
         """Remove all marks."""
+
+class LayeredTable:
+    """See twin_layered.LayeredTable. Raises TypeError or ValueError for arrays that do not fit."""
+
+    def __init__(self, mapped: MappedTable, cache: CacheTable | None, code: int) -> None: ...
+
+    threads: int
+    """The number of threads that a call with many keys may use."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def tombstones(self) -> int: ...
+    def fetch(
+        self,
+        keys: NDArray[np.int64],
+        missing: NDArray[np.int64],
+        oldest_tombstone: int,
+        out: NDArray[Any],
+        versions: NDArray[np.uint64],
+        source: NDArray[np.uint8],
+    ) -> NDArray[np.int64] | None:
+        """See twin_cache.CacheTable.fetch."""
+
+    def gather(self, keys: NDArray[np.int64], out: NDArray[Any]) -> bool:
+        """See twin_cache.CacheTable.gather."""
+
+    def pool_bags(
+        self,
+        keys: NDArray[np.int64],
+        offsets: NDArray[np.int64] | None,
+        weights: NDArray[np.float32] | None,
+        divisors: NDArray[np.float32] | None,
+        out: NDArray[Any],
+        supplied: tuple[NDArray[np.int64], NDArray[Any]] | None = None,
+    ) -> NDArray[np.int64] | None:
+        """See twin_cache.CacheTable.pool_bags."""
 
 def bitmap_words(rows: int) -> int:
     """See twin_mapped.bitmap_words."""
@@ -212,7 +255,9 @@ def place_records(
     """See twin_mapped.place_records."""
 
 def gather_all(
-    tables: dict[Any, CacheTable | MappedTable] | dict[Any, CacheTable],
+    tables: dict[Any, CacheTable | LayeredTable]
+    | dict[Any, CacheTable | MappedTable]
+    | dict[Any, CacheTable],
     requests: list[tuple[Any, NDArray[np.int64], NDArray[Any]]],
     threads: int = 1,
 ) -> bool:
@@ -226,7 +271,7 @@ class WorkerPool:
     def threads(self) -> int: ...
 
 def gather_misses(
-    tables: Sequence[CacheTable | MappedTable | None],
+    tables: Sequence[CacheTable | LayeredTable | MappedTable | None],
     bases: NDArray[np.uint32],
     keys: NDArray[np.int64],
     positions: NDArray[np.uint32],

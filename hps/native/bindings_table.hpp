@@ -116,6 +116,9 @@ class RowTable {
       throw std::invalid_argument("out must be (n, dim) of the table's dtype");
   }
   bool is_format(const char* format) const { return format_ == format; }
+  bool has_same_rows(const RowTable& other) const {
+    return dtype_ == other.dtype_ && dim_ == other.dim_;
+  }
   std::size_t dim() const { return dim_; }
 
   static constexpr const char* kInt64 = sizeof(long) == 8 ? "l" : "q";
@@ -123,6 +126,9 @@ class RowTable {
  protected:
   RowTable(const ReadOnlyRows& like, std::uint8_t code)
       : dtype_(like.dtype()), dim_(like.shape(1)), code_(code), format_(format_of(like.dtype())) {}
+
+  RowTable(const RowTable& like, std::uint8_t code)
+      : dtype_(like.dtype_), dim_(like.dim_), code_(code), format_(like.format_) {}
 
   nb::dlpack::dtype dtype_;
   std::size_t dim_;

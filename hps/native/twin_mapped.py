@@ -261,6 +261,10 @@ class MappedTable:
         at = part[:, 0] + np.where(slot < part[:, 1], slot, 0)
         return np.where(self._records["key"][at] == keys, at, -1)
 
+    def keys_at(self, positions: IndexArray) -> KeyArray:
+        """Return the keys (n,) of the records at ``positions (n,)``."""
+        return np.asarray(self._records["key"][positions], np.int64)
+
     def copy_records(self, positions: IndexArray, out: VectorArray) -> None:
         """Copy the rows of the records at ``positions (n,)`` to ``out (n, dim)``."""
         out[...] = self._records["row"][positions]
@@ -270,6 +274,9 @@ class MappedTable:
 
         Reading them one by one, as this twin does, is as good if they are in memory."""
         return 0
+
+    def load(self, begin: int, end: int) -> None:
+        """Read the file from byte ``begin`` to ``end`` into memory; this twin leaves that to the reads."""
 
     def resident(self, begin: int, end: int) -> float:
         """The share of the file's pages from ``begin`` to ``end`` that is in memory; this twin says 1."""

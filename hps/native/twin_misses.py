@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.native.twin_cache import CacheTable
+from hps.native.twin_layered import LayeredTable
 from hps.native.twin_mapped import MappedTable
 from hps.types import KeyArray
 
@@ -26,7 +27,7 @@ class WorkerPool:
 
 
 def gather_misses(
-    tables: Sequence[CacheTable | MappedTable | None],
+    tables: Sequence[CacheTable | LayeredTable | MappedTable | None],
     bases: NDArray[np.uint32],
     keys: KeyArray,
     positions: NDArray[np.uint32],
@@ -77,7 +78,7 @@ def copy_keys(
 
 
 def _gather_part(
-    table: CacheTable | MappedTable,
+    table: CacheTable | LayeredTable | MappedTable,
     keys: KeyArray,
     places: NDArray[np.int64],
     rows: NDArray[np.uint8],

@@ -256,7 +256,7 @@ class _AttachBuilder:
         """Guard ``node`` in case it does not respond; while it does, its own guards keep the deadlines."""
         tiers, default = self._settings.tiers, GuardSettings()
         guards: list[GuardSettings] = [tiers.redis.guard] if tiers.redis is not None else []
-        guards += [tiers.rocksdb.guard] if tiers.rocksdb.enabled else []
+        guards += [tiers.rocksdb.guard] if tiers.rocksdb.enabled or tiers.redis is None else []
         guarded = GuardedTier(
             node,
             sum(guard.deadline_ms for guard in guards) / 1e3 + _ROUND_TRIP_S,

@@ -14,6 +14,7 @@ from hps.config.schema import ModelOverride, TableOverride
 from hps.lookup.engine import Promote
 from hps.models.tables import TableFiles
 from hps.node.gpu_caches import NodeGpus
+from hps.node.mapped_memory import MappedMemory, Pending, memory_budget
 from hps.node.model_opening import OpenedModel, tables_of
 from hps.node.stores import NodeStores
 from hps.node.tier_status import TierStatus
@@ -62,6 +63,7 @@ class NodeCaches:
         self._gpu_promotion: GpuPromotion | None = None
         self._writer: CacheWriter
         self._cpu_cache: CpuCache | None = None
+        self._memory: MappedMemory | None = None
         self.in_memory: TierStatus | None = None
         self.statuses: list[TierStatus] = []
 
@@ -84,6 +86,8 @@ class NodeCaches:
             self._stores.promote_missing,
         )
         self._resources.callback(self._writer.close)
+        if self._cpu_cache is not None:
+            self._cpu_cache.on_replaced = self._writer.promote
         if self.in_memory is not None and on_gpu is not None:
             self._gpu_promotion = GpuPromotion(
                 self._writer,
@@ -119,6 +123,8 @@ class NodeCaches:
         )
         self._resources.callback(cache.close)
         self._cpu_cache = cache
+        self._memory = MappedMemory(cache, self._stores.direct_file, memory_budget(settings))
+        self._resources.callback(self._memory.close)
         if chosen.snapshot.path is not None:
             self._hot = hot_keys_at_start(chosen.snapshot.path)
             snapshots = HotKeySnapshots(
@@ -138,22 +144,40 @@ class NodeCaches:
         """Fill the caches from the hot key snapshot, or else from the start of the files.
 
         Of mapped tables, only the first ``_FIRST_BYTES`` are filled so: their size must delay no start, nor
-        decide how much memory it takes. Hot rows of the others are read in the background."""
+        decide how much memory it takes. Files that fit in memory, and hot rows of the others, are read in
+        the background."""
         warming = CacheWarmup(self._writer, progress)
         later: list[FillStep] = []
+        pending: list[Pending] = []
         first = _FIRST_BYTES
         files_of = {t: m.version.tables[t.name] for m in self._opened for t in m.tables.values()}
         for table, files in files_of.items():
             if table in self._devices.static and not self._fill_static(warming, table, files):
                 continue
+            if self._memory is not None and self._memory.admit(table):
+                first -= self._memory.bytes(table)
+                pending += self._map_or_wait(table, first >= 0)
             rows = min(files.rows, max((self._wanted(c, table) for c in self.statuses), default=0))
             first -= rows * table.row_bytes
             if first < 0 and self._stores.is_mapped(table):
                 later += self._fill_later(table, rows)
                 continue
             self._fill_table(warming, table, files, rows)
+        if self._memory is not None:
+            self._memory.load_later(pending)
         if later:
             self._resources.callback(BackgroundWarmup(self._writer, later).close)
+
+    def _map_or_wait(self, table: EmbeddingTable, is_small: bool) -> list[Pending]:
+        """Put a table on the fast path if its file is small or in memory; return what is left to read."""
+        assert self._memory is not None
+        if is_small:
+            self._memory.load(table)
+            return []
+        if self._memory.is_resident(table):
+            self._memory.map(table)
+        hot = self._hot.get(table.id)
+        return [(table, None if hot is None else table.narrow(hot[0]))]
 
     def _fill_later(self, table: EmbeddingTable, rows: int) -> Iterator[FillStep]:
         """Yield the steps that fill a mapped table with its hot rows, which are read from the disk first.
@@ -190,6 +214,8 @@ class NodeCaches:
         tiers, capacity = self._settings.tiers, cache.capacity(table) or 0
         on_gpu = cache.tier is self._devices.replicas
         if not tiers.cpu_cache.warm or (on_gpu and table in self._devices.static):
+            return 0
+        if self._memory is not None and not on_gpu and self._memory.admit(table):
             return 0
         return int(capacity * tiers.gpu.fill) if on_gpu else capacity
 
@@ -268,6 +294,8 @@ class NodeCaches:
         The CPU cache gets at most ``most`` rows, unless a GPU cache takes more."""
         if table in self._devices.static and not self._fill_static(warming, table, files):
             return
+        if self._memory is not None and self._memory.admit(table):
+            self._memory.load(table)
         wanted = (
             min(most, n) if c is self.in_memory else n
             for c in self.statuses
@@ -304,6 +332,8 @@ class NodeCaches:
         if self._cpu_cache is not None:
             for table in tables:
                 self._cpu_cache.drop_table(table)
+                if self._memory is not None:
+                    self._memory.release(table)
 
 
 def cache_memory(chosen: CpuCacheSettings) -> CacheMemory:

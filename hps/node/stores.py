@@ -16,9 +16,10 @@ from hps.config.schema import Settings
 from hps.config.store_settings import GuardSettings, RocksDbSettings
 from hps.errors import TierError, Unavailable
 from hps.models.check import check_disjoint_tables
-from hps.models.loader import load_tables, version_of_rows
+from hps.models.loader import load_tables, open_mapped_tables, version_of_rows
 from hps.models.remote import repository_of
 from hps.models.tables import TableFiles
+from hps.node.mapped_files import open_file_tier, shared_folder
 from hps.node.model_opening import OpenedTables, tables_of
 from hps.node.tier_status import TierStatus
 from hps.observability import metric_names as m
@@ -36,7 +37,8 @@ from hps.updates.stream_positions import FedStore
 
 if TYPE_CHECKING:
     from hps.node.shared_redis import SharedRedis
-    from hps.tiers.mapped import MappedTier
+    from hps.tiers.mapped import MappedFileTier, MappedTier
+    from hps.tiers.mapped.overlaid_table import OverlaidTable
     from hps.tiers.rocksdb import CheckpointFolder
 
 log = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class NodeStores:
             for name, table in model.tables.items()
         }
         self._rocksdb: MappedTier | None = None
+        self._mapped: MappedFileTier | None = None
         self._redis: SharedRedis | None = None
         self.followed: FollowedStore | None = None
         """The store that other processes feed, while this node reads the streams for its caches alone."""
@@ -79,6 +82,8 @@ class NodeStores:
         tiers = self._settings.tiers
         if tiers.rocksdb.enabled and not shared_only:
             self.statuses.append(self._open_rocksdb(tiers.rocksdb, progress))
+        elif tiers.redis is None:
+            self.statuses.append(self._open_mapped())
         if tiers.redis is not None:
             self._redis = self._open_redis()
             self._load_redis(self._redis, self._opened, progress)
@@ -97,6 +102,8 @@ class NodeStores:
         try:
             if self._rocksdb is not None:
                 self._load_rocksdb(self._rocksdb, [model], progress)
+            if self._mapped is not None:
+                open_mapped_tables(model.version, model.tables.values(), self._mapped)
             if self._redis is not None:
                 self._load_redis(self._redis, [model], progress)
         except BaseException:
@@ -114,6 +121,8 @@ class NodeStores:
             self._files = {t: files for t, files in self._files.items() if t not in removed}
         if self.followed is not None:
             self.followed.free(tables)
+        if self._mapped is not None:
+            self._mapped.release(*tables)
         if self._rocksdb is None:
             return
         try:
@@ -182,7 +191,7 @@ class NodeStores:
     def promotion_sources(self) -> PromotionSources:
         """Stores that promotions into the caches read."""
         tiers, followed = list(self.tiers), self.followed
-        own = None if self._rocksdb is None else tiers[-1]
+        own = tiers[-1] if self._rocksdb is not None or self._mapped is not None else None
         if followed is not None:
             at = tiers.index(followed.inner)
             tiers[at] = followed
@@ -205,6 +214,11 @@ class NodeStores:
 
     def damage(self) -> str:
         """Known damage of the node's own store, and the remedy; empty if none."""
+        if self._mapped is not None and (damaged := self._mapped.damage.tables()):
+            return (
+                f"damaged mapped files: {_listed(damaged)}; their rows are answered with the default. Import "
+                "the versions again"
+            )
         rocksdb = self._rocksdb
         if rocksdb is None or not (damaged := rocksdb.damage.tables()):
             return ""
@@ -230,17 +244,30 @@ class NodeStores:
 
     def on_damage(self, changed: Callable[[], None]) -> None:
         """Call ``changed``, on any thread, when more damage is found."""
-        if self._rocksdb is not None:
-            self._rocksdb.damage.changed = changed
+        store = self._rocksdb or self._mapped
+        if store is not None:
+            store.damage.changed = changed
 
     def is_mapped(self, table: EmbeddingTable) -> bool:
         """Return whether a table is served from a mapped file."""
-        return self._rocksdb is not None and self._rocksdb.is_mapped(table)
+        alone = self._mapped is not None
+        return alone if self._rocksdb is None else self._rocksdb.is_mapped(table)
+
+    def direct_file(self, table: EmbeddingTable) -> OverlaidTable | None:
+        """The mapped file of a table whose bits say which rows are the newest ones.
+
+        None for other tables, and if other processes may write a store: the bits do not show that."""
+        store = self._rocksdb or self._mapped
+        if store is None or self._redis is not None:
+            return None
+        mapped = store.mapped(table)
+        return mapped if mapped is not None and not mapped.asks_first else None
 
     def populate(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Read a mapped table's rows of ``keys (n,)`` into memory."""
-        if self._rocksdb is not None:
-            self._rocksdb.populate(table, table.narrow(keys))
+        store = self._rocksdb or self._mapped
+        if store is not None and (mapped := store.mapped(table)) is not None:
+            mapped.populate(table.narrow(keys))
 
     @property
     def promotions_waiting(self) -> Mapping[str, int]:
@@ -256,6 +283,9 @@ class NodeStores:
         """The version of all rows of the table's files, if the stores hold exactly those; else None.
 
         None always if other processes may write to a store: then only the stores know the versions."""
+        if self._mapped is not None:
+            mapped, files = self._mapped.mapped(table), self._files[table]
+            return mapped.version if mapped and mapped.rows == files.rows else None
         if self._rocksdb is None or self._redis is not None:
             return None
         return version_of_rows(self._rocksdb, table, self._files[table])
@@ -267,6 +297,7 @@ class NodeStores:
         store = self._rocksdb = MappedTier(
             chosen.path,
             maps=self._settings.tiers.mapped.enabled,
+            shared=shared_folder(self._settings),
             layout=chosen.layout,
             access=chosen.access,
             tuning=RocksDbTuning(
@@ -299,6 +330,14 @@ class NodeStores:
             exact=store.rows_exact,
         )
 
+    def _open_mapped(self) -> TierStatus:
+        """Serve the mapped files alone: there is no store for rows that are written later."""
+        tiers = self._settings.tiers
+        store = self._mapped = open_file_tier(self._settings, self._opened)
+        guarded = self._guarded(store, tiers.rocksdb.guard, tiers.lookup_threads + 2)
+        self._verify_mapped(store)
+        return TierStatus(guarded, store.rows, state=lambda: guarded.state)
+
     def _load_rocksdb(
         self, store: MappedTier, models: Sequence[OpenedTables], progress: Progress
     ) -> None:
@@ -311,7 +350,7 @@ class NodeStores:
                     store.check(table)
                     check_disjoint_tables(model.version.tables[name], table.key_bits)
 
-    def _verify_mapped(self, store: MappedTier) -> None:
+    def _verify_mapped(self, store: MappedTier | MappedFileTier) -> None:
         from hps.tiers.mapped import MappedChecks
 
         if rate := self._settings.tiers.mapped.verify_bytes_per_s:

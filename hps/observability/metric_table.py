@@ -228,7 +228,8 @@ _TIERS = (
         "writes_stopped (1: writes wait for compactions), delayed_write_rate (bytes/s; 0: not delayed), "
         "background_errors, stalled_seconds (of writes), lost_writes (upper bound of acknowledged writes "
         "missing at the start), damaged_files (found since the start), mapped_tables, mapped_bytes (of their "
-        "files), mapped_overridden (rows that RocksDB replaces). gpu: bytes (of its caches, on each device), "
+        "files), mapped_overridden (rows that RocksDB replaces). cpu: mapped_tables and "
+        "mapped_bytes (of the files that it reads directly). gpu: bytes (of its caches, on each device), "
         "pinned_host_bytes, static_tables.",
     ),
     MetricSpec(

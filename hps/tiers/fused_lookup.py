@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from hps.cuda.miss_fill import MissBatch
-from hps.native import CacheTable, WorkerPool
+from hps.native import CacheTable, LayeredTable, WorkerPool
 from hps.tiers.base import Ask, Bags, Tier, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache_reads import CacheReads
@@ -44,7 +44,9 @@ class _MeteredGather:
     def __init__(self, inner: FusedLookup, observe: FetchObserver) -> None:
         self.info: TierInfo = inner.info
         self.complete: Callable[[Bags, VectorArray], bool] = inner.complete
-        self.native_tables: Callable[[Sequence[EmbeddingTable]], list[CacheTable | None]]
+        self.native_tables: Callable[
+            [Sequence[EmbeddingTable]], list[CacheTable | LayeredTable | None]
+        ]
         self.native_tables = inner.native_tables
         self._inner = inner
         self._observe = observe

@@ -63,7 +63,9 @@ class DirectWriter:
         rows then, and a second call is harmless."""
         self._check(table, keys, vectors, deleted)
         if not self._stores:
-            raise Unsupported("this node writes no store: its database is read only")
+            raise Unsupported(
+                "this node writes no store: its database is read only, or tiers.rocksdb.enabled is false"
+            )
         if table in self._fixed:
             raise Unsupported(
                 f"table '{table.name}' is static in the GPU cache, which takes no updates; serve it with "

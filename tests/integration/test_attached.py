@@ -35,6 +35,7 @@ def settings(small_repository, tmp_path, runtime):
             "rocksdb": {"path": str(tmp_path / "db")},
             # A part of the rows is in the cache from the start.
             "cpu_cache": {"share": 0.5, "warm": True},
+            "mapped": {"memory_bytes": 0},
         },
         "server": {"runtime": str(runtime)},
     }
@@ -109,6 +110,23 @@ def test_attached_process_sees_writes_to_the_node(node, attached):
     after = attached.lookup("words", {"word": [7, 8]}, want_source=True)
     assert (after.vectors["word"][0] == before[1] + 1).all()
     assert after.sources["word"].tolist() == [Source.CPU, Source.DEFAULT]
+
+
+def test_mapped_files_are_read_by_attached_processes(settings):
+    settings["tiers"]["mapped"] = {}
+    with hps.open(settings) as node, hps.attach(settings) as attached:
+        mine = attached.lookup("words", {"word": WORDS}, want_source=True)
+        assert set(mine.sources["word"].tolist()) == {Source.DEFAULT, Source.CPU}
+        theirs = node.lookup("words", {"word": WORDS}, want_source=True)
+        assert mine.vectors["word"].tobytes() == theirs.vectors["word"].tobytes()
+        before = mine.vectors["word"][:2]
+        node.write("words", "words", [7], before[1:] + 1, deleted=[8])
+        after = attached.lookup("words", {"word": [7, 8]})
+        assert (after.vectors["word"][0] == before[1] + 1).all()
+        assert after.defaulted == 1
+        for _ in range(64):
+            attached.lookup("words", {"word": [9]})
+        assert 9 in node.hot_keys("words")[0]["keys"]
 
 
 def test_all_rows_come_from_the_node_without_a_cache(settings):

@@ -29,7 +29,11 @@ PATH = "/v1/tables/m/items/rows"
 def settings(folder, **tiers):
     return {
         "models": {"repository": str(folder / "models")},
-        "tiers": {"rocksdb": {"path": str(folder / "db")}, **tiers},
+        "tiers": {
+            "rocksdb": {"path": str(folder / "db")},
+            "mapped": {"memory_bytes": 0},
+            **tiers,
+        },
     }
 
 

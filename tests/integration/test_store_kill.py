@@ -39,7 +39,7 @@ def folder(tmp_path: Path, server: RedisServer) -> Path:
     keys = np.random.default_rng(7).permutation(ROWS) * 7919 - 10**9
     vectors = (keys[:, None] % 977 + np.arange(8)).astype(np.float32)
     spec = ModelSpec.model_validate({"name": "big", "tables": [{"name": "t", "dim": 8}]})
-    write_version(tmp_path / "models", spec, 1, {"t": (keys, vectors)})
+    write_version(tmp_path / "models", spec, 1, {"t": (keys, vectors)}, mapped=False)
     for layout, path in (("hps", "old"), ("native", "new")):
         redis = {"addresses": [server.address], "layout": layout}
         tiers = {"redis": redis, "rocksdb": {"path": path, "layout": layout}}

@@ -9,10 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from hps.tiers.base import FetchContext, Part
+from hps.tiers.base import Bags, FetchContext, Part
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
+from hps.tiers.mapped import MappedTier
 from hps.types import EmbeddingTable, make_version
+from tests.support.mapped_tables import map_rows
 from tests.support.memory_tier import MemoryTier
 
 DAY_MS = 86_400_000
@@ -171,6 +173,61 @@ class SmallCacheMachine(RuleBasedStateMachine):
         assert (stats.rows, stats.tombstones) == (rows, held - rows)
         assert rows == self.cache.size(self.table)
         assert held <= self.cache.capacity(self.table)
+
+
+class MappedMemoryMachine(SmallCacheMachine):
+    """The same above a mapped file in memory, which has rows of half of the keys."""
+
+    def __init__(self, capacity):
+        super().__init__(capacity)
+        self.folder = TemporaryDirectory()
+        path = Path(self.folder.name)
+        self.store = MappedTier(path / "tier")
+        self.store.open_tables([self.table])
+        keys = np.arange(-40, 41, 2)
+        rows = np.full((len(keys), 3), 3, np.float32)
+        map_rows(self.store, self.table, path / "files", keys, rows, make_version(BASE_MS, 3))
+        self.cache.map_table(self.table, self.store.mapped(self.table))
+        self.chain = TierChain([self.cache, self.store])
+
+    def teardown(self):
+        self.chain.close()
+        self.folder.cleanup()
+
+    @rule(keys=st.lists(st.integers(-40, 40), min_size=1, max_size=30))
+    def gather(self, keys):
+        keys = np.array(keys, np.int64)
+        part, out = Part.make(self.table, np.unique(keys)), np.empty((len(keys), 3), np.float32)
+        self.store.fetch([part], FetchContext())
+        at = np.searchsorted(part.keys, keys)
+        if self.cache.gather([(self.table, keys, out)]):
+            assert (part.source[at] > 0).all()
+            np.testing.assert_array_equal(out, part.out[at])
+        bags = Bags(self.table, keys, np.empty((1, 3), np.float32))
+        assert self.cache.gather([], [bags])
+        missing = np.zeros(len(keys), bool)
+        if bags.missing is not None:
+            missing[bags.missing] = True
+            assert self.cache.complete(bags, np.ones((len(bags.missing), 3), np.float32))
+        assert (part.source[at][~missing] > 0).all()
+        expected = np.where(missing[:, None], 1, part.out[at]).sum(axis=0)
+        np.testing.assert_array_equal(bags.out[0], expected)
+
+    @rule()
+    def counts_are_true(self):
+        """Rows of the file take no memory of the cache."""
+        part = Part.make(self.table, np.arange(-40, 41))
+        self.store.fetch([part], FetchContext())
+        from_file = self.store.mapped(self.table).answers(part.keys)
+        assert self.cache.size(self.table) <= np.count_nonzero(~from_file)
+
+
+def test_cache_above_a_mapped_file_never_returns_wrong_rows():
+    for capacity in (1, 16, 40):
+        run_state_machine_as_test(
+            lambda capacity=capacity: MappedMemoryMachine(capacity),
+            settings=settings(max_examples=30, stateful_step_count=30, deadline=None),
+        )
 
 
 def test_cache_too_small_never_returns_wrong_rows():

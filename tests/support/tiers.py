@@ -94,6 +94,15 @@ def mapped(path: Path, tables: TableSet, *, delta: bool = False, **given: Any) -
     return tier
 
 
+def mapped_in_memory(path: Path, tables: TableSet) -> TierChain:
+    """A CPU cache that reads the files of a mapped tier first, above that tier."""
+    store = mapped(path, tables)
+    cache = CpuCache(dict.fromkeys(tables, 4096))
+    for table in tables:
+        cache.map_table(table, store.mapped(table))
+    return TierChain([cache, store])
+
+
 class BesidePrimary:
     """Writes go to a primary and fetches to a reader of the same folder: a secondary that follows it, or
     one opened anew for each fetch that sees the rows as they are then."""
@@ -258,6 +267,7 @@ TIERS = {
     "mapped_float16": TierCase(mapped, ROCKS, np.float16),
     "mapped_secondary": TierCase(lambda p, t: BesidePrimary(mapped(p, t), t, "secondary"), ROCKS),
     "mapped_read_only": TierCase(lambda p, t: BesidePrimary(mapped(p, t), t, "read_only"), ROCKS),
+    "mapped_in_memory": TierCase(mapped_in_memory, CPU | ROCKS),
     "redis": TierCase(redis_tier, REDIS),
     "redis_float16": TierCase(redis_tier, REDIS, np.float16),
     "redis_oldest": TierCase(

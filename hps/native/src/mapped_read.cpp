@@ -15,18 +15,22 @@ void pool_rows(const PoolRequest& request, std::size_t row_bytes);
 namespace {
 
 template <std::size_t RowBytes>
-bool gather_rows(const MappedView& view, const std::int64_t* keys, std::size_t n,
-                 std::uint8_t* out) {
+std::size_t gather_rows(const MappedView& view, const std::int64_t* keys, std::size_t n,
+                        std::uint8_t* out, std::uint32_t* left) {
   MappedReader<RowBytes> reader(view);
-  bool all = true;
+  std::size_t unanswered = 0;
   reader.look_up(
       n, [&](std::size_t i) { return keys[i]; },
       [&](std::size_t i, Held held, const std::uint8_t* row) HPS_INLINE_CALLBACK {
-        if (__builtin_expect(held != Held::kRow, 0)) return all = false;
+        if (__builtin_expect(held != Held::kRow, 0)) {
+          if (left != nullptr) left[unanswered] = static_cast<std::uint32_t>(i);
+          ++unanswered;
+          return left != nullptr;
+        }
         std::memcpy(out + i * reader.row_bytes(), row, reader.row_bytes());
         return true;
       });
-  return all;
+  return unanswered;
 }
 
 template <std::size_t RowBytes>
@@ -96,8 +100,9 @@ void copy_records(const MappedView& view, const std::int64_t* positions, std::si
       return function<0>(__VA_ARGS__);   \
   }
 
-bool gather(const MappedView& view, const std::int64_t* keys, std::size_t n,
-            std::uint8_t* out){HPS_BY_ROW_BYTES(gather_rows, view, keys, n, out)}
+std::size_t gather(const MappedView& view, const std::int64_t* keys, std::size_t n,
+                   std::uint8_t* out,
+                   std::uint32_t* left){HPS_BY_ROW_BYTES(gather_rows, view, keys, n, out, left)}
 
 std::size_t gather_each(const MappedView& view, const std::int64_t* keys,
                         const std::uint32_t* places, std::size_t n, const EachOutput& output) {

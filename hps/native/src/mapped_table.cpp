@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <memory>
 #include <new>
+#include <numeric>
 
 namespace hps {
 namespace {
@@ -43,6 +44,14 @@ MappedTable::MappedTable(int file, const MappedSections& sections, std::vector<I
 MappedTable::~MappedTable() {
   munmap(data_, bytes_);
   guard_.reset();
+}
+
+std::size_t MappedTable::gather_known(const std::int64_t* keys, std::size_t n, std::uint8_t* out,
+                                      std::uint32_t* left) const {
+  const std::size_t unanswered = read_.gather(view_, keys, n, out, left);
+  if (!is_damaged()) return unanswered;
+  std::iota(left, left + n, 0U);
+  return n;
 }
 
 std::size_t MappedTable::gather_each(const std::int64_t* keys, const std::uint32_t* places,
@@ -119,6 +128,24 @@ std::size_t MappedTable::populate(const std::int64_t* positions, std::size_t n) 
   for (const std::size_t at : pages)
     static_cast<void>(*static_cast<volatile std::uint8_t*>(data_ + at * page));
   return pages.size();
+}
+
+void MappedTable::load(std::uint64_t begin, std::uint64_t end) const {
+  const std::size_t page = page_bytes();
+  begin = begin / page * page;
+  end = std::min<std::uint64_t>(end, bytes_);
+  if (begin >= end) return;
+  // From now on the range is read ahead, into huge pages where the file system has them.
+  madvise(data_ + begin, end - begin, MADV_NORMAL);
+#ifdef MADV_HUGEPAGE
+  madvise(data_ + begin, end - begin, MADV_HUGEPAGE);
+#endif
+  madvise(data_ + begin, end - begin, MADV_WILLNEED);
+#ifdef MADV_POPULATE_READ
+  if (madvise(data_ + begin, end - begin, MADV_POPULATE_READ) == 0) return;
+#endif
+  for (std::uint64_t at = begin; at < end; at += page)
+    static_cast<void>(*static_cast<volatile std::uint8_t*>(data_ + at));
 }
 
 bool MappedTable::is_resident(const std::int64_t* positions, std::size_t n) const {

@@ -12,10 +12,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import Lock
 
-from hps.errors import TierError
+from hps.errors import ModelError, TierError
+from hps.native import CacheTable, LayeredTable
 from hps.tiers.base import Ask, Bags, FetchContext, Part
 from hps.tiers.cpu.cache_reads import CacheReads
-from hps.tiers.cpu.segments import SHARED_MEMORY, CacheReaderLock, attach, catalog
+from hps.tiers.cpu.segments import (
+    SHARED_MEMORY,
+    CacheReaderLock,
+    Entry,
+    attach,
+    attach_mapped,
+    catalog,
+)
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 log = logging.getLogger(__name__)
@@ -47,7 +55,7 @@ class AttachedCache(CacheReads):
         self._known = {table.id: table for table in self._uses}
         self._path = folder / f"hps.{name}"
         self._seen: tuple[int, int] | None = None
-        self._files: dict[str, str] = {}
+        self._entries: dict[str, Entry] = {}
         self._registered: CacheReaderLock | None = None
         self._poll_at = 0.0
         self._lock = Lock()
@@ -73,6 +81,8 @@ class AttachedCache(CacheReads):
                 del self._uses[table]
             self._known = {name: t for name, t in self._known.items() if t not in removed}
             self._tables = {t: held for t, held in self._tables.items() if t not in removed}
+            self._caches = {t: held for t, held in self._caches.items() if t not in removed}
+            self._use_counts = {t: n for t, n in self._use_counts.items() if t not in removed}
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         self._poll_if_due()
@@ -102,7 +112,7 @@ class AttachedCache(CacheReads):
     def close(self) -> None:
         with self._lock:
             self._poll_at = math.inf  # a late call must not attach again
-            self._tables = {}
+            self._tables, self._caches, self._use_counts = {}, {}, {}
             self._unregister()
 
     def _unregister(self) -> None:
@@ -132,24 +142,57 @@ class AttachedCache(CacheReads):
         if seen == self._seen:
             return
         shown = catalog(self._path) if seen else {}
-        held = {}
+        caches: dict[EmbeddingTable, CacheTable] = {}
+        tables: dict[EmbeddingTable, CacheTable | LayeredTable] = {}
         for name, entry in shown.items():
             table = self._known.get(name)
             if table is None:
                 continue
-            if self._files.get(name) == entry["file"] and table in self._tables:
-                held[table] = self._tables[table]
-                continue
-            try:
-                held[table] = attach(self._path, table, entry)
-                held[table].threads = self._threads
-            except FileNotFoundError:
-                pass  # replaced since the catalog was read: the next poll attaches the new one
-            except (OSError, ValueError) as error:
-                log.warning("shared cache of table %s unusable: %s", name, error)
-        self._files = {name: entry["file"] for name, entry in shown.items()}
-        self._tables, self._seen = held, seen
+            held = self._attach(table, entry)
+            if held is not None:
+                caches[table], tables[table] = held, self._with_mapped(table, entry, held)
+        self._entries, self._seen = shown, seen
+        self._caches, self._tables = caches, tables
         if seen:
             self._unregister()  # the owner may be a new one, with a new folder
             with contextlib.suppress(OSError):
                 self._registered = CacheReaderLock(self._path)
+
+    def _attach(self, table: EmbeddingTable, entry: Entry) -> CacheTable | None:
+        """The memory of a table; None if it cannot be read."""
+        before = self._entries.get(table.id, {})
+        if before.get("file") == entry["file"] and table in self._caches:
+            return self._caches[table]
+        try:
+            held = attach(self._path, table, entry)
+        except FileNotFoundError:
+            return None  # replaced since the catalog was read: the next poll attaches the new one
+        except (OSError, ValueError) as error:
+            log.warning("shared cache of table %s unusable: %s", table.id, error)
+            return None
+        held.threads = self._threads
+        return held
+
+    def _with_mapped(
+        self, table: EmbeddingTable, entry: Entry, held: CacheTable
+    ) -> CacheTable | LayeredTable:
+        """The table's mapped file and then ``held``, if the owner reads it so."""
+        mapped = entry.get("mapped")
+        if mapped is None:
+            self._use_counts.pop(table, None)
+            return held
+        if self._entries.get(table.id) == entry and table in self._tables:
+            return self._tables[table]
+        try:
+            file, uses = attach_mapped(self._path, table, mapped)
+        except FileNotFoundError:
+            return held
+        except (OSError, ValueError, ModelError) as error:
+            log.warning(
+                "mapped file of table %s unusable, so its rows are read from the node: %s",
+                table.id,
+                error,
+            )
+            return held
+        self._use_counts[table] = uses
+        return self._layered(file.table, held)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
 
 from hps.errors import ConfigError
 from hps.native import dedup
@@ -12,7 +15,11 @@ from hps.tiers.base import newest_of_each
 from hps.tiers.checks import check_keys, check_rows
 from hps.tiers.cpu.cache_memory import CacheMemory
 from hps.tiers.cpu.cache_reads import CacheReads
+from hps.tiers.cpu.use_counts import UseCounts
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+
+if TYPE_CHECKING:
+    from hps.tiers.mapped.overlaid_table import OverlaidTable
 
 Eviction = Literal["lru", "lfu", "random", "fifo"]
 """Eviction policy: drops the least recently used row, the least frequently used one (use counts fade), a
@@ -42,6 +49,9 @@ class CpuCache(CacheReads):
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(threads=threads, clock=clock)
+        self._mapped: dict[EmbeddingTable, OverlaidTable] = {}
+        self.on_replaced: Callable[[EmbeddingTable, KeyArray], None] = lambda _table, _keys: None
+        """Called with keys in use whose rows in a mapped file an update replaces; must not block."""
         self._eviction = eviction
         self._memory = memory or CacheMemory()
         try:
@@ -63,12 +73,35 @@ class CpuCache(CacheReads):
             raise ConfigError(f"eviction must be lru, lfu, random or fifo, not {eviction!r}")
         held = self._memory.make(table, rows, eviction)
         held.threads = self._threads
-        self._tables[table] = held
+        self._mapped.pop(table, None)
+        self._use_counts.pop(table, None)
+        self._caches[table] = self._tables[table] = held
 
     def drop_table(self, table: EmbeddingTable) -> None:
         """Remove ``table`` and free its memory."""
-        if self._tables.pop(table, None) is not None and self._memory.shared:
+        self._tables.pop(table, None)
+        self._mapped.pop(table, None)
+        self._use_counts.pop(table, None)
+        if self._caches.pop(table, None) is not None and self._memory.shared:
             self._memory.shared.drop(table)
+
+    def map_table(self, table: EmbeddingTable, mapped: OverlaidTable) -> None:
+        """Read ``table``, which has a capacity, from ``mapped`` first.
+
+        The rows of the file should be in memory: readers wait for those that are not. From now on `insert`
+        drops rows that the file answers. Attached processes read the file, too. Raises KeyError for a table
+        without capacity, OSError if the file's marks cannot be shared."""
+        held, shared = self._caches[table], self._memory.shared
+        uses = np.zeros(mapped.file.header.rows, np.uint8)
+        if shared is not None:
+            uses = shared.share_mapped(table, mapped)
+        self._mapped[table] = mapped
+        self._use_counts[table] = UseCounts(mapped.file.table, uses)
+        self._tables[table] = self._layered(mapped.file.table, held)
+
+    def is_mapped(self, table: EmbeddingTable) -> bool:
+        """True after `map_table`."""
+        return table in self._mapped
 
     def insert(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
@@ -97,9 +130,13 @@ class CpuCache(CacheReads):
             check_keys(table, keys, versions)
         else:
             check_rows(table, keys, vectors, versions)
-        held = self._tables.get(table)
+        held = self._caches.get(table)
         if held is None:
             return
+        mapped = self._mapped.get(table)
+        if mapped is not None and vectors is not None and not resident_only:
+            others = np.flatnonzero(~mapped.answers_directly(keys))
+            keys, vectors, versions = keys[others], vectors[others], versions[others]
         # Each key must occur once: else its newer row could be evicted by another row of this call before
         # its older version is written.
         if len(dedup(keys)[0]) < len(keys):
@@ -108,17 +145,27 @@ class CpuCache(CacheReads):
             vectors = None if vectors is None else vectors[keep]
         oldest = self._oldest_tombstone(table, held)
         held.write(keys, vectors, versions, oldest, resident_only)
+        if mapped is not None and resident_only:
+            with suppress(RuntimeError):  # the file is damaged; the stores report it
+                if len(used := self._use_counts[table].used(keys)):
+                    self.on_replaced(table, used)
 
     def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
         check_keys(table, keys)
-        if held := self._tables.get(table):
+        if held := self._caches.get(table):
             held.evict(keys)
 
     def status(self) -> dict[str, Any]:
-        """Describe the shared memory, if other processes may attach to it."""
-        return {"shared_memory": self._memory.shared.status()} if self._memory.shared else {}
+        """Describe the tables that are read from mapped files, and the shared memory if there is one."""
+        mapped = list(self._mapped.values())
+        size = sum(each.file.header.bytes for each in mapped)
+        facts: dict[str, Any] = {"mapped_tables": len(mapped), "mapped_bytes": size}
+        return facts | ({"shared_memory": s.status()} if (s := self._memory.shared) else {})
 
     def close(self) -> None:
         self._tables.clear()
+        self._caches.clear()
+        self._mapped.clear()
+        self._use_counts.clear()
         if self._memory.shared:
             self._memory.shared.close()

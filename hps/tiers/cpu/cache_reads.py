@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +12,22 @@ from numpy.typing import NDArray
 
 from hps.cuda.miss_fill import MissBatch
 from hps.errors import BadRequest
-from hps.native import COMPILED, CacheTable, WorkerPool, gather_all, gather_misses
+from hps.native import (
+    COMPILED,
+    CacheTable,
+    LayeredTable,
+    MappedTable,
+    WorkerPool,
+    gather_all,
+    gather_misses,
+)
 from hps.tiers.base import Ask, Bags, FetchContext, Part, TierInfo
 from hps.tiers.checks import check_bags, check_gather, check_part
+from hps.tiers.cpu.use_counts import UseCounts
 from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, oldest_tombstone
 
 _NOTHING = np.empty(0, np.int64)
+_GATHERS_PER_COUNT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +44,9 @@ class CacheStats:
 class CacheReads:
     """Reads tables; a table that is not in the cache misses. Thread-safe.
 
+    A table may have its rows in a mapped file: the file is read first, and the cache holds the rows that
+    replace those of the file, or that the file does not have.
+
     ``threads``: the most threads for one call with many keys. ``clock`` returns Unix seconds and drives
     the expiry of tombstones."""
 
@@ -41,7 +55,10 @@ class CacheReads:
     def __init__(self, *, threads: int = 1, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._threads = threads
-        self._tables: dict[EmbeddingTable, CacheTable] = {}
+        self._caches: dict[EmbeddingTable, CacheTable] = {}
+        self._tables: dict[EmbeddingTable, CacheTable | LayeredTable] = {}  # what reads ask
+        self._use_counts: dict[EmbeddingTable, UseCounts] = {}
+        self._gathers = 0
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         for part in parts:
@@ -81,7 +98,19 @@ class CacheReads:
         except (TypeError, ValueError):
             self._check(asks, bags)  # raises an error that says why the arrays were rejected
             raise
+        if self._use_counts:
+            self._count_uses(asks, bags)
         return True
+
+    def _count_uses(self, asks: list[Ask], bags: Sequence[Bags]) -> None:
+        """Count the uses of mapped rows in some of the gathers."""
+        self._gathers += 1  # threads may lose some
+        if self._gathers % _GATHERS_PER_COUNT:
+            return
+        for table, keys in (*((t, k) for t, k, _ in asks), *((b.table, b.keys) for b in bags)):
+            if (counts := self._use_counts.get(table)) is not None:
+                with suppress(RuntimeError):  # the file is damaged; the stores report it
+                    counts.add(keys)
 
     def gather_misses(self, batch: MissBatch, pool: WorkerPool | None = None) -> int:
         """Write the rows that this cache has of a batch of misses; see `MissBatch`.
@@ -105,7 +134,9 @@ class CacheReads:
         batch.is_placed = batch.placing is not None
         return left
 
-    def native_tables(self, tables: Sequence[EmbeddingTable]) -> list[CacheTable | None]:
+    def native_tables(
+        self, tables: Sequence[EmbeddingTable]
+    ) -> list[CacheTable | LayeredTable | None]:
         """Return the memory of each of ``tables``, for native readers; None for one that is kept out."""
         return [self._tables.get(table) for table in tables]
 
@@ -132,28 +163,36 @@ class CacheReads:
         """Return the keys (k,) of the ``n`` hottest rows, hottest first, with scores (k,) from 255.
 
         Scores follow the last use (``lru``), the insertion (``fifo``, ``random``) or the frequency of
-        use (``lfu``). Scans every bucket."""
+        use (``lfu``, and tables with a mapped file). Scans every bucket."""
         if n < 0:
             raise BadRequest(f"table {table.id}: cannot list {n} keys")
-        held = self._tables.get(table)
+        if (counts := self._use_counts.get(table)) is not None:
+            return counts.top_k(n)
+        held = self._caches.get(table)
         return held.top_k(n) if held else (_NOTHING, np.empty(0, np.uint8))
 
     def size(self, table: EmbeddingTable) -> int:
         """Number of rows of ``table``, without tombstones."""
-        held = self._tables.get(table)
+        held = self._caches.get(table)
         return held.rows if held else 0
 
     def capacity(self, table: EmbeddingTable) -> int:
         """The most rows that the cache keeps of ``table``; 0 if it is kept out."""
-        held = self._tables.get(table)
+        held = self._caches.get(table)
         return held.capacity if held else 0
 
     def stats(self, table: EmbeddingTable) -> CacheStats:
         """Statistics of ``table``; all zero if it is kept out."""
-        held = self._tables.get(table)
+        held = self._caches.get(table)
         if held is None:
             return CacheStats(0, 0, 0, 0, 0)
         return CacheStats(held.rows, held.tombstones, held.capacity, held.bytes, held.evictions)
 
-    def _oldest_tombstone(self, table: EmbeddingTable, held: CacheTable) -> int:
+    def _layered(self, mapped: MappedTable, cache: CacheTable) -> LayeredTable:
+        """The rows of ``mapped``, then those of ``cache``."""
+        layered = LayeredTable(mapped, cache, int(self.info.source))
+        layered.threads = self._threads
+        return layered
+
+    def _oldest_tombstone(self, table: EmbeddingTable, held: CacheTable | LayeredTable) -> int:
         return oldest_tombstone(table, self._clock()) if held.tombstones else 0

@@ -1,10 +1,10 @@
 """Files of the CPU cache in shared memory, with their owner and readers.
 
-``<folder>/hps.<name>/`` has a file per table; ``tables.json``, always replaced as a whole, lists them;
-``owner.json`` names the process that may write; ``readers/`` has a file per reading process. The owner
-holds a lock on ``owner.lock``, and each reader one on its own file. The kernel releases a lock when its
-process ends, so a new owner detects a killed one even from another container, where PIDs differ. The
-new owner removes or takes over the files of the dead one."""
+``<folder>/hps.<name>/`` has a file per table, and two with marks and counts of each that is mapped;
+``tables.json``, always replaced as a whole, lists them; ``owner.json`` names the process that may write;
+``readers/`` has a file per reading process. The owner holds a lock on ``owner.lock``, and each reader one on
+its own file. The kernel releases a lock when its process ends, so a new owner detects a killed one even from
+another container, where PIDs differ. The new owner removes or takes over the files of the dead one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hps.errors import ConfigError
 from hps.native import CacheTable
+from hps.native.mapped_format import MappedFile, open_mapped
+from hps.tiers.cpu.use_counts import UseCounts
 from hps.tiers.file_lock import FileLock, is_locked
 from hps.types import EmbeddingTable, Source
+
+if TYPE_CHECKING:
+    from hps.tiers.mapped.overlaid_table import OverlaidTable
 
 SHARED_MEMORY = Path("/dev/shm")
 Entry = dict[str, Any]
@@ -51,6 +57,18 @@ def attach(path: Path, table: EmbeddingTable, entry: Entry) -> CacheTable:
         return _core.CacheTable.attach(file, like, int(Source.CPU))  # type: ignore[return-value]
     finally:
         os.close(file)
+
+
+def attach_mapped(path: Path, table: EmbeddingTable, entry: Entry) -> tuple[MappedFile, UseCounts]:
+    """Map the file of the ``mapped`` entry of a table, with the owner's marks and counts of its rows.
+
+    Raises OSError if these are gone, ValueError or ModelError if the file is not the owner's."""
+    bits: Any = np.memmap(path / entry["marks"], np.uint64, "r")
+    file = open_mapped(Path(entry["path"]), entry["version"], int(Source.CPU), bits)
+    header = file.header
+    if (header.digest, header.dim, header.dtype) != (entry["digest"], table.dim, table.dtype):
+        raise ValueError(f"{header.path} is not the file that the owner maps for table {table.id}")
+    return file, UseCounts(file.table, np.memmap(path / entry["uses"], np.uint8, "r+"))
 
 
 class Segments:
@@ -97,6 +115,11 @@ class Segments:
         for file in self.path.glob("*.table"):
             if file.name not in kept:
                 file.unlink()
+        for file in self.path.glob("*.marks"):
+            _hide_all_rows(file)
+            file.unlink()
+        for file in self.path.glob("*.uses"):
+            file.unlink()
         if not take_over:
             (self.path / "tables.json").unlink(missing_ok=True)
 
@@ -105,6 +128,7 @@ class Segments:
         entry = self._leftovers.pop(table.id, None)
         if entry is None:
             return None
+        entry.pop("mapped", None)  # the dead owner's
         requested = (rows, eviction, table.dim, table.dtype.str)
         if (entry["rows"], entry["eviction"], entry["dim"], entry["dtype"]) == requested:
             with contextlib.suppress(OSError, ValueError):
@@ -139,6 +163,26 @@ class Segments:
         }
         return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
+    def share_mapped(self, table: EmbeddingTable, mapped: OverlaidTable) -> NDArray[np.uint8]:
+        """Let attached processes read ``table``, which is published, from ``mapped`` first.
+
+        Returns the memory (rows,) for its `UseCounts`. Raises OSError if there is no space."""
+        name, header = secrets.token_hex(8), mapped.file.header
+        shown: Entry = {
+            "path": str(header.path),
+            "digest": header.digest,
+            "version": mapped.version,
+            "marks": f"{name}.marks",
+            "uses": f"{name}.uses",
+        }
+        mapped.marks.link(self.path / shown["marks"])
+        with open(self.path / shown["uses"], "xb", opener=_private) as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, header.rows))
+        uses: NDArray[np.uint8] = np.memmap(self.path / shown["uses"], np.uint8, "r+")
+        self._entries[table] = self._entries[table] | {"mapped": shown}
+        self.publish(table)
+        return uses
+
     def publish(self, table: EmbeddingTable) -> None:
         """Make ``table`` visible to attached processes, in place of one with the same ID."""
         with self._publish_lock:
@@ -146,8 +190,7 @@ class Segments:
             replaced = published.get(table.id)
             published[table.id] = self._entries[table]
             _write(self.path / "tables.json", published)
-        if replaced and replaced["file"] != published[table.id]["file"]:
-            (self.path / replaced["file"]).unlink(missing_ok=True)
+        self._unlink(replaced or {}, published[table.id])
 
     def drop(self, table: EmbeddingTable) -> None:
         """Hide ``table`` from attached processes, unless another one has replaced it.
@@ -161,12 +204,19 @@ class Segments:
             if published.get(table.id) == entry:
                 del published[table.id]
                 _write(self.path / "tables.json", published)
-        (self.path / entry["file"]).unlink(missing_ok=True)
+        self._unlink(entry, {})
+
+    def _unlink(self, entry: Entry, kept: Entry) -> None:
+        """Remove the files of ``entry`` that ``kept`` does not name."""
+        for name in _files(entry) - _files(kept):
+            (self.path / name).unlink(missing_ok=True)
 
     def status(self) -> dict[str, Any]:
         """Return path, size, owner, and number of reading processes."""
         size, owner = 0, self._owner["pid"]
-        for file in self.path.glob("*.table"):
+        for file in (
+            f for ending in ("table", "marks", "uses") for f in self.path.glob(f"*.{ending}")
+        ):
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile, with its table
                 size += file.stat().st_size
         return {"path": str(self.path), "bytes": size, "owner": owner, "readers": self._readers()}
@@ -218,6 +268,24 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _files(entry: Entry) -> set[str]:
+    """The names of a table's files."""
+    mapped = entry.get("mapped", {})
+    return {name for name in (entry.get("file"), mapped.get("marks"), mapped.get("uses")) if name}
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _hide_all_rows(marks: Path) -> None:
+    """Set all bits of a dead owner's file: processes that are attached to it know no newer rows."""
+    with contextlib.suppress(OSError, ValueError):
+        words: Any = np.memmap(marks, np.uint8, "r+")
+        words[8:] = 255
+        words[:8] = 255
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from hps.errors import TierError
 from hps.native.mapped_format import BLOCK_BYTES
+from hps.tiers.mapped.file_tier import MappedFileTier
 from hps.tiers.mapped.tier import MappedTier
 from hps.types import EmbeddingTable
 
@@ -25,7 +26,7 @@ class MappedChecks:
 
     def __init__(
         self,
-        tier: MappedTier,
+        tier: MappedTier | MappedFileTier,
         tables: Callable[[], Iterable[EmbeddingTable]],
         bytes_per_s: int,
         *,

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.native import bitmap_words
 from hps.native.mapped_format import BLOCK_BYTES, HEADER_BYTES, MappedFile, open_mapped, read_header
 from hps.tiers.base import Part
 from hps.tiers.mapped.masked_positions import MASKED_POSITIONS_FILE, read_masked_positions
+from hps.tiers.mapped.row_marks import Bits, RowMarks
 from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, VectorArray
 
-Bits = NDArray[np.uint64]
 _NONE = np.empty(0, np.int64)
 _READ_ROWS = 1 << 18
 
@@ -23,10 +22,13 @@ _READ_ROWS = 1 << 18
 class MappedSegment:
     """A mapped file with a bit per row that hides it; its rows have the table's positions ``first:end``."""
 
-    def __init__(self, path: Path, version: int, first: int = 0) -> None:
+    def __init__(
+        self, path: Path, version: int, first: int = 0, folder: Path | None = None
+    ) -> None:
         header = read_header(path)
         self.first, self.end = first, first + header.rows
-        self.bits: Bits = np.zeros(bitmap_words(header.rows), np.uint64)
+        self.marks = RowMarks(header.rows, folder)
+        self.bits = self.marks.words
         self.file: MappedFile = open_mapped(path, version, Source.ROCKSDB, self.bits)
         self.table: Any = self.file.table
 
@@ -68,16 +70,22 @@ class OverlaidTable:
 
     ``delta``: a second mapped file. A file ``masked_positions`` beside it has the rows of the first one, the
     base, that are replaced or removed; bits of the base hide these, too. So the base is asked first, and
-    most keys need no other lookup. Raises ModelError if a file cannot be used."""
+    most keys need no other lookup. ``folder``: of the base's `RowMarks`. Raises ModelError if a file cannot
+    be used, OSError for the folder."""
 
     def __init__(
-        self, path: Path, version: int, *, asks_first: bool = False, delta: Path | None = None
+        self,
+        path: Path,
+        version: int,
+        *,
+        asks_first: bool = False,
+        delta: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.version = version
         self.asks_first = asks_first
-        self.unreadable = ""
-        """Why no row of the file can be used; empty if they can."""
-        base = MappedSegment(path, version)
+        self._unreadable = ""
+        base = MappedSegment(path, version, folder=folder)
         self.file: MappedFile = base.file
         self.digest = base.file.header.digest
         self._base, self._delta = base, None
@@ -96,6 +104,22 @@ class OverlaidTable:
         self.has_others = asks_first or delta is not None
         self._has_overlay = asks_first
         self._damaged: list[tuple[int, int]] = []
+
+    @property
+    def unreadable(self) -> str:
+        """Why no row of the file can be used; empty if they can. A change hides them from all readers."""
+        return self._unreadable
+
+    @unreadable.setter
+    def unreadable(self, reason: str) -> None:
+        self._unreadable = reason
+        for segment in self._segments if reason else ():
+            segment.marks.hide_all()
+
+    @property
+    def marks(self) -> RowMarks:
+        """The bits of ``file``, the base."""
+        return self._base.marks
 
     @property
     def rows(self) -> int:
@@ -162,6 +186,17 @@ class OverlaidTable:
             shown[inside] = ~segment.is_hidden(at[inside] - segment.first)
         return shown
 
+    def answers_directly(self, keys: KeyArray) -> NDArray[np.bool_]:
+        """Return a mask of the ``keys (n,)`` whose rows ``file.table`` gathers."""
+        try:
+            at: IndexArray = self._base.table.positions(keys)
+        except RuntimeError:  # damaged
+            at = np.full(len(keys), -1)
+        found = np.flatnonzero(at >= 0)
+        shown = np.zeros(len(keys), bool)
+        shown[found] = ~self._base.is_hidden(at[found])
+        return shown
+
     def positions(self, keys: KeyArray) -> IndexArray:
         """Return the position of each of ``keys (n,)``, hidden by the overlay or not; -1 for an absent key.
 
@@ -188,6 +223,10 @@ class OverlaidTable:
             rows = np.empty((len(inside), *out.shape[1:]), out.dtype)
             segment.table.copy_records(positions[inside] - segment.first, rows)
             out[inside] = rows
+
+    def load(self, begin: int, end: int) -> None:
+        """Read the base file from byte ``begin`` to ``end`` into memory."""
+        self._base.table.load(begin, end)
 
     def populate(self, keys: KeyArray) -> int:
         """Read the pages of the rows of ``keys (n,)`` into memory; return the number that were not."""

@@ -52,11 +52,20 @@ class MappedFigures:
 class MappedTier(RocksDbTier):
     """Rows in mapped files and RocksDB, as a `Tier` and a `PositionedStore`.
 
-    ``maps``: whether `hps.models.loader` maps tables; tables mapped before are served in any case. Other
-    arguments: see `RocksDbTier`."""
+    ``maps``: whether `hps.models.loader` maps tables; tables mapped before are served in any case.
+    ``shared``: the folder of `RowMarks`, if other processes are to read mapped tables. Other arguments: see
+    `RocksDbTier`."""
 
-    def __init__(self, path: Path | str, *, maps: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        maps: bool = True,
+        shared: Path | None = None,
+        **options: Any,
+    ) -> None:
         self.maps = maps
+        self._shared = shared
         self._by_table: dict[EmbeddingTable, OverlaidTable | None] = {}
         self._by_name: dict[str, OverlaidTable] = {}
         super().__init__(path, **options)
@@ -235,6 +244,7 @@ class MappedTier(RocksDbTier):
                 record.load.version,
                 asks_first=self.access == "secondary",
                 delta=record.delta,
+                folder=self._shared,
             )
             if mapped.digest != record.load.digest:
                 raise ModelError(f"{record.path}: it has the rows of other files")

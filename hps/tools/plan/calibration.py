@@ -132,6 +132,7 @@ def _node(loads: Sequence[TableLoad], seed: int, mapped: bool) -> Iterator[Node]
             "models": {"repository": f"{folder}/models"},
             "tiers": {
                 "cpu_cache": {"share": _CACHED, "warm": False},
+                "mapped": {"memory_bytes": 0},  # else no key would miss
                 "rocksdb": {"path": f"{folder}/rocksdb"},
                 "gpu": {"use": "off"},
             },

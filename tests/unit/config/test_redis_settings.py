@@ -64,8 +64,10 @@ def test_stores_of_different_layouts_are_rejected(tmp_path, redis, rocksdb):
 
 def test_rows_without_a_lasting_store_are_rejected(tmp_path):
     off = {"enabled": False}
-    with pytest.raises(ConfigError, match=r"rocksdb.enabled: is false, and tiers.redis is not set"):
-        load(tmp_path, None, rocksdb=off)
+    with pytest.raises(
+        ConfigError, match=r"rocksdb.enabled: is false, tiers.redis is not set, and"
+    ):
+        load(tmp_path, None, rocksdb=off, mapped=off)
     with pytest.raises(ConfigError, match=r"redis.overflow_margin: would lose rows permanently"):
         load(tmp_path, {"overflow_margin": 1000}, rocksdb=off)
     assert load(tmp_path, {"layout": "hps"}, rocksdb=off).layout == "hps"

@@ -72,9 +72,11 @@ def folder(tmp_path):
 
 
 def settings(folder, **changes):
+    """Settings of a node that keeps rows in its caches; test_mapped_node.py has others."""
+    own = {"rocksdb": {"path": str(folder / "db")}, "mapped": {"memory_bytes": 0}}
     return {
         "models": {"repository": str(folder / "models"), **changes.pop("models", {})},
-        "tiers": {"rocksdb": {"path": str(folder / "db")}, **changes.pop("tiers", {})},
+        "tiers": {**own, **changes.pop("tiers", {})},
         **changes,
     }
 

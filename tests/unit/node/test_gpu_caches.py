@@ -89,9 +89,10 @@ def open_node(repository, tmp_path, monkeypatch):
     """Opens nodes on ``gpus`` twins (None: on none) of the repository; ``node.gpus`` are their caches."""
     opened = []
 
-    def open_it(gpus=1, gpu=None, cpu=None, tables=None, rocksdb=None, **settings):
+    def open_it(gpus=1, gpu=None, cpu=None, tables=None, rocksdb=None, mapped=False, **settings):
         caches = [] if gpus is None else twin_device.install(monkeypatch, gpus)
         tiers = {"gpu": gpu or {}, "cpu_cache": cpu or {"share": 1.0}}
+        tiers["mapped"] = {} if mapped else {"memory_bytes": 0}
         tiers["rocksdb"] = {"path": str(rocksdb or tmp_path / f"db{len(opened)}")}
         serve = {"m": {"tables": tables or {}}}
         # Requests that are sampled for warm-ups take another path than their like.
@@ -530,6 +531,24 @@ def test_rows_of_the_cpu_cache_are_promoted_to_the_gpu(pair):
         return len(cache.fetched) == before
 
     until(is_pooled)
+
+
+def test_rows_of_mapped_files_are_served_and_promoted(open_node):
+    node, (cache,) = open_node(gpu={"share": 0.5}, mapped=True)
+    plain = open_node(gpus=None, gpu={"use": "off"})[0]
+    users, keys = table_of(node, "users"), np.arange(600, 640)
+    assert node.tiers[0].describe()["mapped_tables"] == len(TABLES)
+    assert node.tiers[0].rows(users) == 0
+    for each in (node, plain):
+        each.write("m", "users", [605], rows([3], 4))
+        each.write("m", "users", deleted=[606])
+    for _ in range(3):
+        vectors = node.lookup_on_device("m", {"user": keys}).vectors["user"]
+        np.testing.assert_array_equal(vectors, plain.lookup("m", {"user": keys}).vectors["user"])
+    until(lambda: set(keys.tolist()) - {605, 606} <= set(cache.keys_of(users)))
+    node.write("m", "users", [607], rows([4], 4))
+    vectors = node.lookup_on_device("m", {"user": keys}).vectors["user"]
+    np.testing.assert_array_equal(vectors[7], rows([4], 4)[0])
 
 
 def test_deleted_row_is_neither_served_nor_promoted(pair):

@@ -7,15 +7,18 @@ import pytest
 
 import hps
 from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
+from hps.errors import ConfigError, ModelError, Unsupported
 from hps.models.mapped_file import MAPPED_FILE, MappedOptions, write_mapped
 from hps.models.repository import Repository
 from hps.models.version_writer import write_version
 from hps.native.mapped_format import HEADER_BYTES
-from hps.node import caches
+from hps.node import caches, mapped_memory
 from hps.types import JaggedKeys, LookupRequest
+from hps.updates.hot_key_snapshot import read_hot_keys
 from tests.support.waiting import until
 
 ROWS = 20_000
+STORE_ONLY = {"memory_bytes": 0}
 SPEC = ModelSpec(
     name="m",
     tables=[TableSpec(name="a", dim=4)],
@@ -130,12 +133,12 @@ def test_damage_found_in_the_background_is_reported(open_node, models, monkeypat
 def test_hot_rows_of_a_large_table_are_cached_in_the_background(open_node, tmp_path, monkeypatch):
     monkeypatch.setattr(caches, "_FIRST_BYTES", 0)
     cpu = {"warm": True, "snapshot": {"path": str(tmp_path / "hot")}, "capacity_bytes": 1 << 20}
-    node = open_node(cpu_cache=cpu)
+    node = open_node(cpu_cache=cpu, mapped=STORE_ONLY)
     cached, table = node.tiers[0], node.model("m").tables["a"]
     lookup(node, *range(3000))
     until(lambda: cached.rows(table) == 3000)
     node.write("m", "a", [5], rows_of([5], 3))
-    node = open_node(cpu_cache=cpu)
+    node = open_node(cpu_cache=cpu, mapped=STORE_ONLY)
     cached, table = node.tiers[0], node.model("m").tables["a"]
     until(lambda: cached.rows(table) == 3000)
     found = lookup(node, 5, 7).vectors["a"]
@@ -152,3 +155,123 @@ def test_a_version_is_loaded_while_the_node_serves(open_node, models):
     np.testing.assert_array_equal(lookup(node, 5).vectors["a"], rows_of([5], 2))
     assert facts(node)["mapped_tables"] in (1, 2)
     until(lambda: facts(node)["mapped_tables"] == 1)
+
+
+def cpu_facts(node):
+    return node.tiers[0].describe()
+
+
+def test_files_in_memory_are_read_on_the_fast_path(open_node):
+    node = open_node(cpu_cache={"warm": True})
+    table = node.model("m").tables["a"]
+    assert cpu_facts(node)["mapped_tables"] == 1
+    np.testing.assert_array_equal(lookup(node, *range(3000)).vectors["a"], rows_of(range(3000)))
+    node.write("m", "a", [5, ROWS + 1], rows_of([5, ROWS + 1], 3))
+    node.write("m", "a", deleted=[6])
+    for _ in range(2):  # from the store, then from the CPU cache
+        found = lookup(node, 5, ROWS + 1, 6, 7).vectors["a"]
+        np.testing.assert_array_equal(found[[0, 1, 3]], [*rows_of([5, ROWS + 1], 3), *rows_of([7])])
+        assert not found[2].any()
+        until(lambda: node.tiers[0].rows(table) == 2)
+
+
+def test_updated_rows_that_are_used_are_promoted(open_node):
+    node = open_node()
+    for _ in range(64):
+        lookup(node, 5)
+    node.write("m", "a", [5, 6], rows_of([5, 6], 3))
+    until(lambda: node.tiers[0].rows(node.model("m").tables["a"]) == 1)
+    np.testing.assert_array_equal(lookup(node, 5, 6).vectors["a"], rows_of([5, 6], 3))
+
+
+def test_budget_decides_which_files_are_read_on_the_fast_path(open_node, models):
+    size = (models / "m/1/tables/a" / MAPPED_FILE).stat().st_size
+    for budget, mapped in ((size - 1, 0), (size, 1)):
+        node = open_node(mapped={"memory_bytes": budget})
+        assert cpu_facts(node)["mapped_tables"] == mapped
+        np.testing.assert_array_equal(lookup(node, 5).vectors["a"], rows_of([5]))
+    publish(models, 2)
+    assert node.control.load("m") == 2
+    np.testing.assert_array_equal(lookup(node, 5).vectors["a"], rows_of([5], 2))
+    until(lambda: cpu_facts(node)["mapped_tables"] == 0)  # both did not fit
+    publish(models, 3)
+    assert node.control.load("m") == 3
+    assert cpu_facts(node)["mapped_tables"] == 1
+
+
+def test_large_files_are_read_in_the_background(open_node, monkeypatch):
+    monkeypatch.setattr(caches, "_FIRST_BYTES", 0)
+    monkeypatch.setattr(mapped_memory.MappedMemory, "is_resident", lambda *_: False)
+    monkeypatch.setattr(mapped_memory, "_CHUNK_BYTES", 1 << 16)
+    node = open_node()
+    until(lambda: cpu_facts(node)["mapped_tables"] == 1)
+    np.testing.assert_array_equal(lookup(node, 5).vectors["a"], rows_of([5]))
+
+
+def test_hot_rows_of_a_file_in_memory_are_saved(open_node, tmp_path):
+    cpu = {"snapshot": {"path": str(tmp_path / "hot")}}
+    node = open_node(cpu_cache=cpu)
+    for _ in range(64):
+        lookup(node, 3, 4)
+    node.close()
+    (hot,) = read_hot_keys(tmp_path / "hot").values()
+    assert set(hot[0].tolist()) == {3, 4}
+
+
+def test_damage_takes_rows_off_the_fast_path(open_node, models):
+    node = open_node()
+    np.testing.assert_array_equal(lookup(node, 5).vectors["a"], rows_of([5]))
+    path = models / "m/1/tables/a" / MAPPED_FILE
+    with path.open("r+b") as file:
+        file.seek(HEADER_BYTES + 40)
+        file.write(b"\1\2\3\4")
+    until(node.damage)
+    assert lookup(node, *range(2000)).degraded == ("rocksdb",)
+
+
+def test_files_are_served_without_rocksdb(open_node, models, tmp_path):
+    node = open_node(rocksdb={"enabled": False})
+    np.testing.assert_array_equal(lookup(node, 1, 77, 1).vectors["a"], rows_of([1, 77, 1]))
+    assert not lookup(node, ROWS).vectors["a"].any()
+    assert not (tmp_path / "db").exists()
+    with pytest.raises(Unsupported, match=r"writes no store: .* tiers.rocksdb.enabled is false"):
+        node.write("m", "a", [5], rows_of([5], 3))
+    publish(models, 2)
+    assert node.control.load("m") == 2
+    np.testing.assert_array_equal(lookup(node, 5).vectors["a"], rows_of([5], 2))
+    node.control.unload("m")
+    node = open_node(rocksdb={"enabled": False}, mapped=STORE_ONLY, cpu_cache={"warm": True})
+    np.testing.assert_array_equal(lookup(node, 1, 77).vectors["a"], rows_of([1, 77], 2))
+    (status,) = (each for each in node.tiers if each.tier.info.name == "mapped")
+    assert status.rows(node.model("m").tables["a"]) == ROWS
+
+
+def test_without_rocksdb_a_table_needs_a_file(open_node, models):
+    mapped = models / "m/1/tables/a" / MAPPED_FILE
+    mapped.unlink()
+    with pytest.raises(ModelError, match=r"table m/1/a has no usable mapped file, .*rocksdb"):
+        open_node(rocksdb={"enabled": False})
+
+
+def test_without_rocksdb_damage_is_reported(open_node, models):
+    path = models / "m/1/tables/a" / MAPPED_FILE
+    with path.open("r+b") as file:
+        file.seek(HEADER_BYTES + 40)
+        file.write(b"\1\2\3\4")
+    node = open_node(rocksdb={"enabled": False})
+    until(node.damage)
+    assert f"damaged mapped files: {path} of table m/1/a" in node.damage()
+    assert lookup(node, *range(2000)).degraded == ("mapped",)
+
+
+@pytest.mark.parametrize(
+    "updates", [{"directory": {"path": "in"}}, {"kafka": {"brokers": "localhost:1"}}]
+)
+def test_without_rocksdb_updates_are_refused(open_node, models, updates):
+    tiers = {"rocksdb": {"enabled": False}}
+    with pytest.raises(
+        ConfigError, match=r"updates\.\w+.* needs a store .* mapped files do not change"
+    ):
+        hps.open({"models": {"repository": str(models)}, "tiers": tiers, "updates": updates})
+    with pytest.raises(ConfigError, match=r"tiers.mapped.enabled is false; one of them must have"):
+        open_node(rocksdb={"enabled": False}, mapped={"enabled": False})

@@ -37,6 +37,7 @@ def settings(tmp_path):
         "tiers": {
             "rocksdb": {"path": str(tmp_path / "db")},
             "cpu_cache": {"warm": False},
+            "mapped": {"memory_bytes": 0},
         },
     }
 

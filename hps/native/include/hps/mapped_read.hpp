@@ -30,9 +30,12 @@ struct LeftKeys {
 
 // All kernels are thread-safe. A record that is overridden has no row.
 struct MappedKernels {
+  // Copies the row of every key, in order, to out, [n][row_bytes]. Writes the numbers of keys
+  // without a row to left, ascending, and returns how many these are; if left is null, stops at the
+  // first one and returns 1. Keys may repeat.
+  std::size_t (*gather)(const MappedView& view, const std::int64_t* keys, std::size_t n,
+                        std::uint8_t* out, std::uint32_t* left);
   // See ReadKernels.
-  bool (*gather)(const MappedView& view, const std::int64_t* keys, std::size_t n,
-                 std::uint8_t* out);
   std::size_t (*gather_each)(const MappedView& view, const std::int64_t* keys,
                              const std::uint32_t* places, std::size_t n, const EachOutput& output);
   std::size_t (*pool)(const MappedView& view, const PoolRequest& request, std::int64_t* left);

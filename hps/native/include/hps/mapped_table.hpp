@@ -36,8 +36,12 @@ class MappedTable final : public RowReader {
 
   // Reads of a damaged table find no row.
   bool gather(const std::int64_t* keys, std::size_t n, std::uint8_t* out) const override {
-    return read_.gather(view_, keys, n, out) && !is_damaged();
+    return read_.gather(view_, keys, n, out, nullptr) == 0 && !is_damaged();
   }
+  // Gathers the rows there are; writes the numbers of the other keys to left (n,), ascending, and
+  // returns how many these are.
+  std::size_t gather_known(const std::int64_t* keys, std::size_t n, std::uint8_t* out,
+                           std::uint32_t* left) const;
   std::size_t gather_each(const std::int64_t* keys, const std::uint32_t* places, std::size_t n,
                           const EachOutput& output) const override;
   std::size_t pool(const PoolRequest& request, std::int64_t* left) const override;
@@ -56,6 +60,8 @@ class MappedTable final : public RowReader {
   // Reads the pages of the records at `positions` that are not in memory, side by side, and waits
   // for them. Returns their number.
   std::size_t populate(const std::int64_t* positions, std::size_t n) const;
+  // Reads the file from `begin` to `end` into memory, and waits for it.
+  void load(std::uint64_t begin, std::uint64_t end) const;
   // False if the first page of one of these records is not in memory.
   bool is_resident(const std::int64_t* positions, std::size_t n) const;
   // The share of the mapped pages in [begin, end) that are in memory; 1 for an empty range.

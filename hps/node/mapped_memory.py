@@ -1,0 +1,127 @@
+"""Mapped tables on the fast path: those whose files fit in memory are read there by lookups."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from hps.cgroups import memory_limit
+from hps.config import Settings
+from hps.errors import HpsError
+from hps.native.mapped_format import HEADER_BYTES
+from hps.tiers.cpu.cache import CpuCache
+from hps.tiers.mapped.overlaid_table import OverlaidTable
+from hps.types import EmbeddingTable, KeyArray
+
+log = logging.getLogger(__name__)
+
+Pending = tuple[EmbeddingTable, KeyArray | None]
+"""A table whose file is to be read into memory, and its hot keys, which come first."""
+_CHUNK_BYTES = 16 << 20
+_CHUNK_KEYS = 1 << 16
+# From this share of its pages in memory, a file is read on the fast path at once.
+_RESIDENT = 0.999
+
+
+class MappedMemory:
+    """Puts mapped tables of ``cache`` on its fast path once their files are in memory.
+
+    ``find`` returns a table's mapped file and bits; None if there is none that lookups may read directly. The
+    files together take at most ``budget`` bytes; further tables are read through the stores. One thread
+    at a time may call a method."""
+
+    def __init__(
+        self,
+        cache: CpuCache,
+        find: Callable[[EmbeddingTable], OverlaidTable | None],
+        budget: int,
+    ) -> None:
+        self._cache, self._find, self._left = cache, find, budget
+        self._admitted: dict[EmbeddingTable, OverlaidTable] = {}
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def admit(self, table: EmbeddingTable) -> bool:
+        """Reserve memory for a table's file; return whether its rows are to be read from there."""
+        if table in self._admitted:
+            return True
+        mapped = self._find(table) if self._cache.capacity(table) else None
+        if mapped is None or mapped.file.header.bytes > self._left:
+            return False
+        self._left -= mapped.file.header.bytes
+        self._admitted[table] = mapped
+        return True
+
+    def is_resident(self, table: EmbeddingTable) -> bool:
+        """True if the file of an admitted table is in memory."""
+        return self._admitted[table].file.resident() >= _RESIDENT
+
+    def bytes(self, table: EmbeddingTable) -> int:
+        """The length of the file of an admitted table."""
+        return self._admitted[table].file.header.bytes
+
+    def map(self, table: EmbeddingTable) -> None:
+        """Put an admitted table on the fast path."""
+        try:
+            self._cache.map_table(table, self._admitted[table])
+        except (KeyError, OSError) as error:  # dropped meanwhile, or no space for its bits
+            log.warning("table %s is not read from memory: %r", table.id, error)
+
+    def load(self, table: EmbeddingTable, hot: KeyArray | None = None) -> None:
+        """Read the file of an admitted table into memory, pages of ``hot`` keys first, and `map` it."""
+        mapped = self._admitted[table]
+        for _ in self._steps(mapped, hot):
+            if self._closed.is_set():
+                return
+        if not self._cache.is_mapped(table):
+            self.map(table)
+
+    def load_later(self, pending: Sequence[Pending]) -> None:
+        """Like `load`, for several tables, on a thread."""
+        if pending:
+            thread = threading.Thread(
+                target=self._run, args=(pending,), name="hps-mapped-memory", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def release(self, table: EmbeddingTable) -> None:
+        """Free the memory reserved for ``table``, which has left the cache."""
+        mapped = self._admitted.pop(table, None)
+        if mapped is not None:
+            self._left += mapped.file.header.bytes
+
+    def close(self) -> None:
+        """Stop the threads. Close this before the cache and the stores."""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, pending: Sequence[Pending]) -> None:
+        for table, hot in pending:
+            try:
+                self.load(table, hot)
+            except KeyError:
+                continue  # released meanwhile
+            except HpsError as error:
+                log.warning("table %s was not read into memory: %s", table.id, error)
+
+    def _steps(self, mapped: OverlaidTable, hot: KeyArray | None) -> Iterator[None]:
+        for start in range(0, 0 if hot is None else len(hot), _CHUNK_KEYS):
+            assert hot is not None
+            mapped.populate(hot[start : start + _CHUNK_KEYS])
+            yield
+        end = int(mapped.file.header.fields["checksums"])
+        # The index first: every lookup reads it.
+        first = int(mapped.file.header.fields["parts"])
+        mapped.load(first, end)
+        for begin in range(HEADER_BYTES, first, _CHUNK_BYTES):
+            mapped.load(begin, min(begin + _CHUNK_BYTES, first))
+            yield
+
+
+def memory_budget(settings: Settings) -> int:
+    """The bytes of mapped files that are read on the fast path: as set, or half of the memory limit."""
+    chosen = settings.tiers.mapped.memory_bytes
+    return memory_limit() // 2 if chosen is None else chosen

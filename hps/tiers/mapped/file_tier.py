@@ -1,0 +1,125 @@
+"""MappedFileTier: tables in mapped files, without a store for rows that are written later."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hps.errors import ModelError, TierError
+from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.mapped.overlaid_table import OverlaidTable
+from hps.tiers.rocksdb.damage import DamagedFiles
+from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, VersionArray
+
+log = logging.getLogger(__name__)
+NAME = "mapped"
+
+
+class MappedFileTier:
+    """Rows of mapped files. Read-only: the mutating verbs raise TierError.
+
+    ``shared``: the folder of `RowMarks`, if other processes are to read the tables. ``damage``: the damaged
+    files; their rows miss, and the answers are degraded. Thread-safe."""
+
+    info = TierInfo(NAME, Source.ROCKSDB, blocking=True, volatile=False)
+
+    def __init__(self, *, shared: Path | None = None) -> None:
+        self._shared = shared
+        self._tables: dict[EmbeddingTable, OverlaidTable] = {}
+        self.damage = DamagedFiles(Path())
+
+    def open(
+        self, table: EmbeddingTable, path: Path, version: int, delta: Path | None = None
+    ) -> None:
+        """Serve ``table`` from the mapped file ``path``, and ``delta``, whose rows are of ``version``.
+
+        Raises ModelError if the file cannot be used, OSError if its marks cannot be shared."""
+        self._tables[table] = OverlaidTable(path, version, delta=delta, folder=self._shared)
+
+    def release(self, *tables: EmbeddingTable) -> None:
+        """Close the files of ``tables``."""
+        self._tables = {t: mapped for t, mapped in self._tables.items() if t not in tables}
+
+    def mapped(self, table: EmbeddingTable) -> OverlaidTable | None:
+        """Return the file of ``table``; None if it is not open."""
+        return self._tables.get(table)
+
+    def rows(self, table: EmbeddingTable) -> int:
+        """Return the number of rows of ``table``."""
+        mapped = self._tables.get(table)
+        return 0 if mapped is None else mapped.rows
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        for part in parts:
+            mapped = self._tables.get(part.table)
+            if mapped is None:
+                continue
+            try:
+                hidden, absent = mapped.fetch(part)
+            except RuntimeError as error:
+                mapped.unreadable = str(error)
+                self._report(part.table, mapped.file.header.path, str(error))
+                hidden, absent = mapped.fetch(part)
+            part.missing = np.sort(np.concatenate([hidden, absent]))
+            if mapped.may_be_damaged(part.keys[part.missing]) and NAME not in ctx.degraded:
+                ctx.degraded.append(NAME)
+
+    def check_blocks(self, table: EmbeddingTable, first: int = 0, n: int | None = None) -> int:
+        """See `MappedTier.check_blocks`."""
+        mapped = self._tables.get(table)
+        if mapped is None:
+            return 0
+        try:
+            damaged = mapped.damaged_blocks(first, n)
+        except ModelError as error:
+            mapped.unreadable = str(error)
+            self._report(table, mapped.file_of_block(first), str(error))
+            return 1
+        for block in damaged:
+            mapped.mark_damaged(block)
+        if damaged:
+            self._report(
+                table, mapped.file_of_block(damaged[0]), f"wrong checksum in block {damaged[0]}"
+            )
+        return len(damaged)
+
+    def _report(self, table: EmbeddingTable, path: Path, reason: str) -> None:
+        if self.damage.add(path, table.id):
+            log.error(
+                "mapped file %s of table %s is damaged: %s. Rows in the damaged part are answered by the "
+                "default, and marked degraded. Import the version again, or start the node with "
+                "tiers.rocksdb.enabled: true and without the file",
+                path,
+                table.id,
+                reason,
+            )
+            self.damage.changed()
+
+    def insert(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None:
+        raise _read_only(table)
+
+    def update(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None:
+        raise _read_only(table)
+
+    def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
+        raise _read_only(table)
+
+    def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        raise _read_only(table)
+
+    def close(self) -> None:
+        self._tables = {}
+
+
+def _read_only(table: EmbeddingTable) -> TierError:
+    return TierError(
+        NAME,
+        f"table {table.id} is in a file that does not change; set tiers.rocksdb.enabled to true",
+    )
