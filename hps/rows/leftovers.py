@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 
 from hps.errors import ModelError, NotFound
+from hps.models.manifest import FILE_NAME, read_manifest
 from hps.models.repository import Repository
 from hps.rows.tiers import parse_family
 
@@ -33,8 +35,14 @@ def unserved_families(
     )
 
 
-def _versions(repository: Repository, model: str) -> list[int]:
+def _versions(repository: Repository, model: str) -> set[int]:
+    """The versions in the repository, and those that introduced tables which these share."""
     try:
-        return repository.versions(model)
+        versions = set(repository.versions(model))
     except (ModelError, NotFound):  # also without a repository, beside a ps.json
-        return []
+        return set()
+    for version in sorted(versions):
+        with suppress(ModelError):
+            manifest = read_manifest(repository.root / model / str(version) / FILE_NAME)
+            versions |= manifest.table_versions()
+    return versions
