@@ -118,7 +118,7 @@ class Segments:
         for file in self.path.glob("*.marks"):
             _hide_all_rows(file)
             file.unlink()
-        for file in self.path.glob("*.uses"):
+        for file in (*self.path.glob("*.uses"), *self.path.glob("*.anchor")):
             file.unlink()
         if not take_over:
             (self.path / "tables.json").unlink(missing_ok=True)

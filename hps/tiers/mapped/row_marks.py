@@ -24,6 +24,7 @@ class RowMarks:
     def __init__(self, rows: int, folder: Path | None = None) -> None:
         self.rows = rows
         n, self._file = bitmap_words(rows), -1
+        self._anchor: Path | None = None
         if folder is None:
             self.words: Bits = np.zeros(n, np.uint64)
             return
@@ -32,7 +33,16 @@ class RowMarks:
         self.words = np.frombuffer(mmap.mmap(self._file, n * 8), np.uint64)
 
     def link(self, path: Path) -> None:
-        """Name the file ``path``, in the same file system. Raises OSError; also if it is in no folder."""
+        """Name the file ``path``, in the same file system. Raises OSError; also if it is in no folder.
+
+        A second name, which ends with this object, stays: without one, the file could get no other."""
+        if self._anchor is None:
+            anchor = path.with_suffix(".anchor")
+            self._link(anchor)
+            self._anchor = anchor
+        self._link(path)
+
+    def _link(self, path: Path) -> None:
         folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             # With a folder, os.link follows the symbolic link in /proc; without one, it does not.
@@ -47,5 +57,7 @@ class RowMarks:
         self.words[0] = self.rows
 
     def __del__(self) -> None:
+        if self._anchor is not None:
+            self._anchor.unlink(missing_ok=True)
         if self._file >= 0:
             os.close(self._file)

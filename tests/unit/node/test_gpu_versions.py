@@ -210,8 +210,7 @@ def test_new_version_has_the_keys_that_were_hot_in_the_old_one(config):
             node.lookup_on_device("m", {"user": hot})
             node.writer.flush()
         old = node.model("m").tables["users"]
-        held = set(gpu_of(node).top_k(old, HELD)[0].tolist())
-        assert set(hot.tolist()) <= held
+        until(lambda: set(hot.tolist()) <= set(gpu_of(node).top_k(old, HELD)[0].tolist()))
         node.load("m", 2)
         new = node.model("m").tables["users"]
         assert set(hot.tolist()) <= set(gpu_of(node).top_k(new, HELD)[0].tolist())

@@ -48,7 +48,11 @@ def settings(repository, tmp_path):
                 "rollback_s": 0,
                 "serve": {"words": {"version": 1}},
             },
-            "tiers": {"rocksdb": {"path": str(tmp_path / "db")}, "cpu_cache": {"share": 0.5}},
+            "tiers": {
+                "rocksdb": {"path": str(tmp_path / "db")},
+                "cpu_cache": {"share": 0.5},
+                "mapped": {"memory_bytes": 0},
+            },
             "server": {"runtime": runtime},
         }
 

@@ -245,6 +245,18 @@ def test_attached_readers_see_no_row_older_than_an_acknowledged_one(owner, tmp_p
 
 
 @shared
+def test_a_dropped_table_is_shared_again(owner, tmp_path):
+    owner.write([5], 100)
+    owner.cache.drop_table(TABLE)
+    owner.cache.add_table(TABLE, 200)
+    owner.cache.map_table(TABLE, owner.mapped)
+    attached = AttachedCache("test", [TABLE], lambda _table, _keys: None, folder=tmp_path)
+    assert gather(attached, [4]) is not None
+    assert gather(attached, [5]) is None
+    attached.close()
+
+
+@shared
 def test_a_new_owner_hides_the_rows_of_a_dead_one(owner, tmp_path):
     attached = AttachedCache("test", [TABLE], lambda _table, _keys: None, folder=tmp_path)
     assert gather(attached, [4]) is not None
