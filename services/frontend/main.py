@@ -185,6 +185,8 @@ class FrontendServer(ServerProcess[OpenModels]):
         connected = connect(self._configuration, wait_s=None, progress=progress)
         self.state.not_ready_reason = lambda: connected.problem
         connected.watch(self._refresh_models)
+        guard = RollbackGuard(self.state, self.state.withdraw)
+        self.state.on_models_changed(guard.start)
         connected.watch_nodes(self.state.notify_phase_watchers)
         return connected
 

@@ -124,7 +124,7 @@ def set_traffic(state: FrontendState, name: str, rule: Any) -> dict[str, Any]:
 def traffic(state: FrontendState, name: str) -> dict[str, Any]:
     """The traffic rule of a model, and its versions with their shares of the requests without a version."""
     entry = state.entry(_model_of(name))
-    names = state.require_node().models.names[entry.served.name]
+    names = state.names[entry.served.name]
     weights = names.weights()
     return {
         "name": entry.name,
@@ -141,7 +141,7 @@ def traffic(state: FrontendState, name: str) -> dict[str, Any]:
 
 
 def _served_entry(state: FrontendState, entry: ServedEndpoint, ready: str) -> dict[str, Any]:
-    names = state.require_node().models.names.get(entry.served.name)
+    names = state.names.get(entry.served.name)
     reason = "" if names is None else names.rolled_back.get(entry.served.version, "")
     weight = 0.0 if names is None else names.weights().get(entry.served.version, 0.0)
     return _index_entry(entry.name, entry.version, ready, reason) | {

@@ -120,8 +120,7 @@ class RollbackGuard:
 
     def _bounded(self) -> Iterator[tuple[str, tuple[VersionNames, RollbackBounds]]]:
         """The models with bounds, with the names of their versions."""
-        node = self._state.node
-        for name, names in ({} if node is None else node.models.names).items():
+        for name, names in self._state.names.items():
             if names.traffic is not None and names.traffic.rollback is not None:
                 yield name, (names, names.traffic.rollback)
 

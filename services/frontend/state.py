@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from hps.config import Settings
@@ -17,17 +18,20 @@ from hps.node.served_versions import (
     CURRENT,
     LATEST,
     ServedModel,
+    VersionNames,
     addresses,
     find_version,
 )
 from hps.node.serving_context import dense_concurrency
 from hps.node.traffic_split import TrafficSplit
 from hps.node.version_choice import policy_of
+from hps.observability import metric_names as m
 from hps.observability.metric_triton import TRITON
 from hps.observability.metrics import Metrics
 from services.frontend.admission.controller import AdmissionController
 from services.frontend.admission.queue import AdmissionQueue
 from services.frontend.batching import endpoints
+from services.frontend.logs import log
 from services.frontend.metadata import ModelInfo
 from services.frontend.pending import PendingRequests
 from services.frontend.request_observer import RequestObserver
@@ -89,6 +93,9 @@ class FrontendState(ServerState[OpenModels]):
         """All versions of the served names, by name and number."""
         self.splits: dict[str, TrafficSplit] = {}
         """By name: chooses the version of requests that name none; by default the current one."""
+        self.names: dict[str, VersionNames] = {}
+        """By model: the names of its versions, without shares that this process has withdrawn."""
+        self._withdrawn: dict[str, tuple[TrafficRule | None, dict[int, str]]] = {}
         self._statistics_source: StatisticsSource = lambda: None
         super().__init__(role, settings)
         self.admission = AdmissionController(settings.server.admission)
@@ -126,13 +133,19 @@ class FrontendState(ServerState[OpenModels]):
         }
         self.all_entries = [each for found in by_name.values() for _, each in sorted(found.items())]
         self.entries = {name: found[CURRENT] for name, found in self.addresses.items()}
+        self.names = {name: self._names_of(name, of) for name, of in models.names.items()}
+        splits = {
+            name: TrafficSplit(name, of.traffic)
+            for name, of in self.names.items()
+            if of.traffic is not None and of.traffic.splits
+        }
         self.splits = {
-            name: models.splits[entry.served.name]
+            name: splits[entry.served.name]
             for name, entry in self.entries.items()
-            if entry.served.name in models.splits
+            if entry.served.name in splits
         }
         for entry in self.all_entries:
-            rule = models.names[entry.served.name].traffic
+            rule = self.names[entry.served.name].traffic
             is_watched = rule is not None and rule.rollback is not None
             entry.watch = (entry.watch or _watch_of(entry)) if is_watched else None
             entry.shadow = self._shadow_of(entry, rule)
@@ -225,6 +238,38 @@ class FrontendState(ServerState[OpenModels]):
             for each, of in found.items()
             if of is entry and each not in (CURRENT, LATEST) and not each.isdigit()
         )
+
+    def withdraw(self, name: str, version: int, reason: str, detail: str) -> int | None:
+        """Take a version's share of the requests to this process, until its nodes have another rule.
+
+        For front ends, which follow the rules of their lookup nodes. Returns the current version; None if
+        ``version`` is that one. Call it on another thread than the event loop's."""
+        names = self.require_node().models.names[name]
+        if version == names.current:
+            return None
+        rule, versions = self._withdrawn.get(name, (None, {}))
+        known = versions if rule == names.traffic else {}
+        self._withdrawn[name] = names.traffic, {**known, version: detail}
+        self.metrics.counter(m.MODEL_AUTOMATIC_ROLLBACKS, name, reason).add()
+        log.warning(
+            "model %s: version %d rolled back automatically in this front end, version %d answers its "
+            "requests: %s",
+            name,
+            version,
+            names.current,
+            detail,
+        )
+        self.refresh_models()
+        return names.current
+
+    def _names_of(self, name: str, names: VersionNames) -> VersionNames:
+        rule, versions = self._withdrawn.get(name, (None, {}))
+        if rule is None or rule != names.traffic:
+            self._withdrawn.pop(name, None)
+            return names
+        references = {*map(str, versions), *(x for x, n in names.labels.items() if n in versions)}
+        left = rule.without(references)
+        return replace(names, traffic=left, rolled_back={**names.rolled_back, **versions})
 
     def _shadow_of(self, entry: ServedEndpoint, rule: TrafficRule | None) -> Shadow | None:
         """The shadow of a current version; its own one if that has not changed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import random
 import re
 import threading
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks.peers.hps_server import start_hps
+from benchmarks.peers.process import free_ports
 from hps.config.model_schema import ModelSpec
 from hps.models.version_writer import write_version
 from hps.native import COMPILED
@@ -187,3 +189,43 @@ def test_a_good_version_stays(tmp_path):
         clients.more(1000)
         assert listed(server)["5"]["current"]
         assert not rolled_back(server, 5)
+
+
+def test_front_ends_follow_rules_and_withdraw_by_themselves(tmp_path):
+    """The network runs in the front end, so only that one sees that it fails."""
+    write(tmp_path / "models")
+    (port,) = free_ports(1)
+    models = {"serve": {"clicks": {"version": 1}}}
+    limits = {"role": "lookup", "grpc": {"port": port}}
+    with start_hps(tmp_path, limits=limits, models=models) as node_process:
+        node = Server(node_process, None, None)
+        (tmp_path / "front").mkdir()
+        os.symlink(tmp_path / "models", tmp_path / "front" / "models")
+        with start_hps(
+            tmp_path / "front", limits={"role": "frontend"}, lookup={"nodes": [f"127.0.0.1:{port}"]}
+        ) as hps:
+            front = Server(hps, None, None)
+            until(lambda: front.status()["ready"])
+            post(node, "load", version=5, beside=True)
+            post(node, "load", version=2, beside=True)
+            post(node, "traffic", weights={"5": 50, "2": 20}, rollback=BOUNDS)
+            until(lambda: listed(front).get("2", {}).get("weight") == 20)
+            clients = Clients(front)
+            clients.odd = True
+            try:
+                until(lambda: rolled_back(front, 2), timeout_s=60)
+                clients.statuses.clear()
+                clients.versions.clear()
+                clients.more(300)
+                assert {*clients.versions} == {1, 5}
+                assert {*clients.statuses[20:]} == {200}
+            finally:
+                clients.close()
+            assert {v: each["weight"] for v, each in listed(front).items()} == {
+                "1": 50,
+                "5": 50,
+                "2": 0,
+            }
+            assert listed(node)["2"]["weight"] == 20  # other front ends decide for themselves
+            post(node, "traffic", weights={"2": 10})  # a changed rule counts again
+            until(lambda: listed(front)["2"]["weight"] == 10)

@@ -39,6 +39,8 @@ class ServedVersion(NamedTuple):
     beside: bool = False
     """Served by its number and ``labels``, beside the current version."""
     labels: tuple[str, ...] = ()
+    traffic: str = ""
+    """The model's traffic rule as JSON, of its current version; empty: none."""
 
 
 def short_error(details: str) -> str:
@@ -144,7 +146,7 @@ class LookupNode:
             status = poll.result()
             self.models = {
                 (each.model, each.version): ServedVersion(
-                    each.digest, each.former, each.beside, tuple(each.labels)
+                    each.digest, each.former, each.beside, tuple(each.labels), each.traffic
                 )
                 for each in status.models
             }

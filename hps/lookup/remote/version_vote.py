@@ -2,10 +2,11 @@
 
 Nodes change versions one after the other. A client changes once most of them have, so that there are always
 enough nodes; it keeps the other versions ready. Versions that nodes serve beside the current one are served
-here, too, by their numbers and labels."""
+here, too, by their numbers and labels. Traffic rules are those of most nodes."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,6 +31,7 @@ class VersionVote:
         served = {model: each["current"] for model, each in former.items()}
         serving = [target for target in self._nodes.all if target.may_serve]
         current, beside, labels = _reported(serving)
+        rules = _reported_rules(serving)
         serve: list[tuple[str, int, str]] = []
         others: list[tuple[str, int, str]] = []
         names: dict[str, dict[str, Any]] = {}
@@ -58,7 +60,10 @@ class VersionVote:
                     for label, counted in labels.get(model, {}).items()
                     if (voted := max(counted, key=lambda n: (counted[n], n))) in {wanted, *along}
                 },
+                "traffic": None if stated is not None else rules.get(model),
             }
+            if not serving and model in former:
+                names[model]["traffic"] = former[model].get("traffic")
         return {"serve": serve, "open": others, "names": names, "revision": 0}
 
     def close(self) -> None:
@@ -83,6 +88,17 @@ def _reported(
             for label in node_version.labels:
                 labels.setdefault(model, {}).setdefault(label, Counter())[version] += 1
     return current, beside, labels
+
+
+def _reported_rules(serving: Iterable[LookupNode]) -> dict[str, Any]:
+    """By model: the traffic rule of most nodes, as JSON; models without are left out."""
+    votes: dict[str, Counter[str]] = {}
+    for target in serving:
+        for (model, _), node_version in target.models.items():
+            if not (node_version.former or node_version.beside):
+                votes.setdefault(model, Counter())[node_version.traffic] += 1
+    voted = {model: max(each, key=lambda rule: (each[rule], rule)) for model, each in votes.items()}
+    return {model: json.loads(rule) for model, rule in voted.items() if rule}
 
 
 def _most(votes: Counter[int] | None, served: int | None) -> int | None:

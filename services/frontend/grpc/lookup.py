@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -129,8 +130,13 @@ class LookupService:
                     former=former,
                     beside=not former and entry is not current,
                     labels=() if former else self._state.labels(entry),
+                    traffic=self._rule(model) if entry is current else "",
                 )
         return response
+
+    def _rule(self, model: str) -> str:
+        rule = self._state.require_node().models.names[model].traffic
+        return "" if rule is None else json.dumps(rule.as_json(), sort_keys=True)
 
     def Describe(self, request: Any, context: CallContext) -> Any:
         return self._described(self._entry(request))

@@ -64,7 +64,7 @@ def test_versions_beside_the_current_one_are_served_with_their_labels():
         {"serves": ["m/2"], "names": {"m": {"current": 2, "labels": {}}}}, 0.0
     )
     assert [token for *_, token in answer["serve"]] == ["m/2", "m/1", "m/3"]
-    assert answer["names"] == {"m": {"current": 2, "labels": {"stable": 1}}}
+    assert answer["names"] == {"m": {"current": 2, "labels": {"stable": 1}, "traffic": None}}
     away = VersionVote(SimpleNamespace(all=[]), None)
     kept = {"serves": ["m/2", "m/1"], "names": answer["names"]}
     again = away.report_versions(kept, 0.0)
@@ -108,3 +108,23 @@ def test_retry_budget_earns_one_retry_for_five_lookups():
     for _ in range(100):
         budget.earn()
     assert [budget.spend() for _ in range(3)] == [True, True, False]
+
+
+def test_traffic_rules_are_those_of_most_nodes():
+    def reports(rule):
+        found = node(m=2)
+        found.models["m", 2] = found.models["m", 2]._replace(traffic=rule)
+        found.models["m", 1] = ServedVersion(0, False, True)
+        return found
+
+    rule = '{"weights": {"1": 10}}'
+    report = {"serves": [], "names": {}}
+    for rules, expected in (
+        ([rule, rule, ""], {"weights": {"1": 10}}),
+        ([rule, "", ""], None),
+        (["", ""], None),
+    ):
+        vote = VersionVote(SimpleNamespace(all=[reports(each) for each in rules]), None)
+        assert vote.report_versions(report, 0.0)["names"]["m"]["traffic"] == expected
+    fixed = VersionVote(SimpleNamespace(all=[reports(rule)]), {"m": 2})
+    assert fixed.report_versions(report, 0.0)["names"]["m"]["traffic"] is None
