@@ -208,10 +208,11 @@ class NetworkLane:
         """Free the lane's memory: its session, and all that is bound to its block. Idempotent."""
         if self.session is None:
             return
-        for binding in self._bindings.values():
-            binding.release()
-        self._forget()
-        self.session = self._block = self.pinned = None
+        with self.space.device:
+            for binding in self._bindings.values():
+                binding.release()
+            self._forget()
+            self.session = self._block = self.pinned = None
         self.space.give_back(self.stream)
 
     def _forget(self) -> None:

@@ -114,10 +114,11 @@ class GpuTables:
 
     def size(self, table: EmbeddingTable) -> int:
         """Return the number of rows of ``table``, without tombstones. Waits for the device."""
-        if table not in self._tables:
+        held = self._tables.get(table)
+        if held is None:
             return 0
         with self._device:
-            return self._tables[table].count(self._writer.stream)[0]
+            return held.count(self._writer.stream)[0]
 
     def top_k(self, table: EmbeddingTable, n: int) -> tuple[KeyArray, NDArray[np.uint8]]:
         """Like `CpuCache.top_k`, with scores by the table's eviction policy.
