@@ -190,7 +190,8 @@ class Side:
         try:
             urllib.request.urlopen(request, timeout=300).read()
         except urllib.error.HTTPError as error:
-            raise OSError(f"{path}: {error.code} {error.read()[:500]!r}") from error
+            log = self.server.log.read_text(errors="replace")[-4000:]
+            raise OSError(f"{path}: {error.code} {error.read()[:500]!r}\n{log}") from error
 
     def resources(self) -> dict[str, float]:
         """Anonymous and shared memory (MB), descriptors and threads of the server's processes."""
