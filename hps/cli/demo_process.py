@@ -95,6 +95,7 @@ def _settings(repository: Path, scratch: Path, ports: dict[str, int]) -> dict[st
             "rocksdb": {"path": str(scratch / "rocksdb")},
             # Empty at first, so that the demo shows rows coming from disk and then from memory.
             "cpu_cache": {"warm": False},
+            "mapped": {"enabled": False},
         },
         "server": {name: {"port": number} for name, number in ports.items()},
     }

@@ -538,7 +538,8 @@ def test_serve_prints_models_and_addresses(small_repository: Path, tmp_path: Pat
 
 
 def test_killed_server_opens_its_database_again(small_repository: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, small_repository)
+    tiers = {"rocksdb": {"path": str(tmp_path / "rocksdb")}, "mapped": {"enabled": False}}
+    config = write_config(tmp_path, small_repository, tiers=tiers)
     keys = np.arange(-5, 5)
     answers = []
     for attempt in range(2):

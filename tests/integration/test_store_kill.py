@@ -155,7 +155,7 @@ def test_help_shows_examples() -> None:
     runner = CliRunner()
     listed = runner.invoke(app, ["store", "--help"]).stdout
     names = [line.split()[0] for line in listed.split("Commands:")[1].splitlines() if line.strip()]
-    assert len(names) == 15
+    assert len(names) == 16
     for name in names:
         shown = runner.invoke(app, ["store", name, "--help"])
         assert shown.exit_code == 0
