@@ -6,16 +6,18 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.peers.hps_server import Hps
+from benchmarks.peers.hps_server import Hps, start_hps
 from hps.cli.main import app
 from hps.client import Admin
 from hps.client.errors import RetryLater
+from tests.support.small_models import write_models
 
 SHORT = ["--duration", "0.3", "--warmup", "0.1", "--rows", "100", "--distinct", "8"]
 
@@ -100,13 +102,22 @@ def test_bench_warns_about_keys_without_rows(small_server: Hps) -> None:
     assert "no row (default)" in done.stdout
 
 
+@pytest.fixture(scope="module")
+def caching_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hps]:
+    """``hps serve`` on ``write_models`` that answers from its CPU cache, which ranks keys."""
+    folder = tmp_path_factory.mktemp("caching")
+    write_models(folder / "models")
+    with start_hps(folder, tiers={"mapped": {"memory_bytes": 0}}) as server:
+        yield server
+
+
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_bench_sends_the_servers_hottest_keys(
-    small_server: Hps, tmp_path: Path, protocol: str
+    caching_server: Hps, tmp_path: Path, protocol: str
 ) -> None:
     """Items are -50 … 49, those of made-up requests 0 … 99,999."""
-    at = small_server.address if protocol == "http" else small_server.grpc
-    file, admin = tmp_path / "run.json", f"http://{small_server.admin}"
+    at = caching_server.address if protocol == "http" else caching_server.grpc
+    file, admin = tmp_path / "run.json", f"http://{caching_server.admin}"
     few = ["--duration", "0.2", "--warmup", "0", "--distinct", "8", "--json", file]
     for model in ("clicks", "words", "clicks.lookup"):
         words = [model, "--server", f"{protocol}://{at}", "--keys-from", admin]

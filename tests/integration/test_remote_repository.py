@@ -64,7 +64,8 @@ def load(server, model, version):
 def write_words(root, version, first=0.0, rows=1000):
     keys = np.arange(rows)
     vectors = np.full((rows, 8), first, np.float32) + keys[:, None]
-    write_version(root, ModelSpec.model_validate(LOOKUP), version, {"words": (keys, vectors)})
+    tables = {"words": (keys, vectors)}
+    write_version(root, ModelSpec.model_validate(LOOKUP), version, tables, mapped=False)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -64,8 +64,7 @@ def triton(exported, triton_ready, tmp_path_factory):
     shutil.copytree(folder / TWO / "1", folder / TWO / "2")
     (folder / TWO / "2" / MODEL_FILES["python"]).write_bytes(network(2.0))
     config = folder / TWO / "config.pbtxt"
-    both = config.read_text().replace(alone, TWO) + "version_policy { all { } }"
-    config.write_text(both)
+    config.write_text(config.read_text().replace(alone, TWO))
     with start_triton(folder) as server:
         yield server
 

@@ -58,6 +58,7 @@ def settings(repository, tmp_path, guard):
         "models": {"repository": str(repository), "rollback_s": 0},
         "tiers": {
             "rocksdb": {"path": str(tmp_path / "db"), "guard": guard},
+            "mapped": {"memory_bytes": 0},  # rows come from the cache and the store
             "cpu_cache": {"share": 0.5},
         },
     }

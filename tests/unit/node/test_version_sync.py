@@ -52,7 +52,11 @@ def settings(repository, tmp_path):
                 "rollback_s": 0,
                 "serve": {"words": {"version": 1}},
             },
-            "tiers": {"rocksdb": {"path": str(tmp_path / "db")}, "cpu_cache": {"share": 0.5}},
+            "tiers": {
+                "rocksdb": {"path": str(tmp_path / "db")},
+                "cpu_cache": {"share": 0.5},
+                "mapped": {"memory_bytes": 0},  # rows come from the cache and the store
+            },
             "server": {"runtime": runtime},
         }
 
