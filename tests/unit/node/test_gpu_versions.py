@@ -157,72 +157,74 @@ def test_versions_change_under_load_in_all_processes(config):
         assert not scheduled(node)
 
 
+@contextmanager
+def request_held(node, process, monkeypatch):
+    """A prediction of ``process`` on the current version, outside the batches; yields what ends it."""
+    begun, end = threading.Event(), threading.Event()
+    served = SchedulerHost._served
+    (first,) = [each.number for each in node.scheduler._models.values()]
+    features, dense = request_of(np.arange(200), 3)
+    features["seen"] = JaggedKeys(np.arange(6), 3, None, np.ones(6, np.float32))
+    with ThreadPoolExecutor(2) as threads:
+
+        def delayed(host, number):
+            columns, answer, report = served(host, number)
+
+            def later(request):
+                begun.set()
+                assert end.wait(60)
+                return answer(request).result()
+
+            # On another thread: the scheduler's has the requests of all versions.
+            return (
+                columns,
+                partial(threads.submit, later) if number == first else answer,
+                report,
+            )
+
+        monkeypatch.setattr(SchedulerHost, "_served", delayed)
+        late = threads.submit(process.predict, "m", features, dense)
+
+        def finish():
+            """The version that answered."""
+            end.set()
+            return int(late.result(60).outputs["all"][0, 0]) // STEP
+
+        try:
+            assert begun.wait(60)
+            yield finish
+        finally:
+            end.set()
+
+
 @pytest.mark.skipif(not COMPILED, reason="the scheduler is part of the compiled core")
 def test_replaced_version_answers_the_requests_in_flight(config, monkeypatch):
     """Its lanes and tables stay until then, also for requests that run outside the batches."""
     with opened(config) as node, hps.attach(config) as process:
         require_network_on_gpu(node)
-        begun, end = threading.Event(), threading.Event()
-        served, first = SchedulerHost._served, node.scheduler._models["m/1"].number
-        features, dense = request_of(np.arange(200), 3)
-        features["seen"] = JaggedKeys(np.arange(6), 3, None, np.ones(6, np.float32))
-        with ThreadPoolExecutor(2) as threads:
-
-            def delayed(host, number):
-                columns, answer, report = served(host, number)
-
-                def later(request):
-                    begun.set()
-                    assert end.wait(60)
-                    return answer(request).result()
-
-                # On another thread: the scheduler's has the requests of all versions.
-                return (
-                    columns,
-                    partial(threads.submit, later) if number == first else answer,
-                    report,
-                )
-
-            monkeypatch.setattr(SchedulerHost, "_served", delayed)
-            late = threads.submit(process.predict, "m", features, dense)
-            assert begun.wait(60)
+        with request_held(node, process, monkeypatch) as finish:
             node.load("m", 2)
             until(lambda: version_in(process) == 2)
             assert tables_on_gpu(node) == [1, 2]
-            end.set()
-            scores = late.result(60).outputs["all"]
-        assert int(scores[0, 0]) // STEP == 1
+            assert finish() == 1
         until(lambda: tables_on_gpu(node) == [2])
 
 
 @pytest.mark.skipif(not COMPILED, reason="the scheduler is part of the compiled core")
 def test_version_is_served_when_its_former_load_is_freed(config, monkeypatch):
     """A version is loaded again while a request still uses what it had on the GPU before."""
-    begun, end = threading.Event(), threading.Event()
-    answer = SchedulerHost._served
-
-    def wait(host, number):
-        begun.set()
-        assert end.wait(60)
-        return answer(host, number)
-
-    features, dense = request_of(np.arange(200), 3)
-    features["seen"] = JaggedKeys(np.arange(6), 3, None, np.ones(6, np.float32))
-    with opened(config) as node, hps.attach(config) as process, ThreadPoolExecutor(1) as threads:
-        monkeypatch.setattr(SchedulerHost, "_served", wait)
-        late = threads.submit(process.predict, "m", features, dense)
-        assert begun.wait(60)
-        for version in (2, 1):
-            node.load("m", version)
-            until(lambda v=version: version_in(process) == v)
-        until(lambda: scheduled(node) == ["m/1", "m/1"])
-        until(lambda: tables_on_gpu(node) == [1])
-        counts = node.scheduler.status()
-        end.set()
-        assert int(late.result(60).outputs["all"][0, 0]) // STEP == 1
+    with opened(config) as node, hps.attach(config) as process:
+        require_network_on_gpu(node)
+        with request_held(node, process, monkeypatch) as finish:
+            for version in (2, 1):
+                node.load("m", version)
+                until(lambda v=version: version_in(process) == v)
+            until(lambda: scheduled(node) == ["m/1", "m/1"])
+            until(lambda: tables_on_gpu(node) == [1])
+            assert list(node.scheduler.status()) == ["m/1"]
+            assert finish() == 1
         until(lambda: scheduled(node) == ["m/1"])
         assert (version_in(node), version_in(process)) == (1, 1)
-    assert list(counts) == ["m/1"]
 
 
 def test_new_version_has_the_keys_that_were_hot_in_the_old_one(config):
