@@ -38,8 +38,9 @@ class UseCounts:
 
     def top_k(self, n: int) -> HotKeys:
         """Return the keys (k,) of the ``n`` rows used most, and their scores; halves high counts."""
-        at = np.flatnonzero(self._uses)
-        uses = self._uses[at]
+        counted = self._uses.copy()  # others count meanwhile, which NumPy's search rejects
+        at = np.flatnonzero(counted)
+        uses = counted[at]
         if len(uses) and uses.max() >= _HIGH:
             self._uses >>= 1
         at, scores = hottest(at, uses, n)

@@ -14,6 +14,7 @@ from hps.tiers.cpu.attached_cache import AttachedCache
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.cpu.cache_memory import CacheMemory
 from hps.tiers.cpu.segments import Segments
+from hps.tiers.cpu.use_counts import UseCounts
 from hps.tiers.mapped import MappedTier
 from hps.types import EmbeddingTable, Source, version_now
 from tests.support.mapped_tables import map_rows
@@ -164,6 +165,38 @@ def test_uses_are_ranked(opened):
         gather(opened.cache, [7])
     assert opened.cache.top_k(TABLE, 1)[0].tolist() == [7]
     assert opened.cache._use_counts[TABLE]._uses.max() < 128
+
+
+class CountingTable:
+    """Whose rows are their keys."""
+
+    def positions(self, keys):
+        return keys
+
+    def keys_at(self, at):
+        return at
+
+
+def test_uses_are_ranked_while_others_count():
+    uses = np.zeros(1 << 20, np.uint8)
+    counts, done = UseCounts(CountingTable(), uses), threading.Event()
+
+    def count():
+        while not done.is_set():
+            uses[::7] = 1
+            uses[::5] = 0
+
+    others = [threading.Thread(target=count) for _ in range(2)]
+    for each in others:
+        each.start()
+    try:
+        for _ in range(300):
+            keys, scores = counts.top_k(10)
+            assert len(keys) == len(scores) <= 10
+    finally:
+        done.set()
+        for each in others:
+            each.join()
 
 
 def read_acknowledged(gather_one, acknowledged, done, wrong):
