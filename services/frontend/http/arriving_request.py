@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import perf_counter_ns
 
 from services.frontend.admission.byte_budget import ByteBudget, ByteReservation
+from services.frontend.http.head import RequestHead
 from services.frontend.http.inference import HttpInference
 
 
@@ -15,12 +16,18 @@ class ArrivingRequest:
     byte budget. It ends with one of `begin`, `give_back` and `leave`.
     """
 
-    __slots__ = ("_inference", "_pieces", "_reservation", "_text", "missing")
+    __slots__ = ("_inference", "_pieces", "_reservation", "_text", "head", "missing")
 
     def __init__(
-        self, inference: HttpInference, text: bytes, body_size: int, budget: ByteBudget
+        self,
+        inference: HttpInference,
+        head: RequestHead,
+        text: bytes,
+        body_size: int,
+        budget: ByteBudget,
     ) -> None:
-        """``text``: the bytes of the head."""
+        """``text``: the bytes of the ``head``."""
+        self.head = head
         self._inference = inference
         self._text = text
         self._pieces: list[bytes | memoryview] = []

@@ -162,7 +162,8 @@ class InferApp:
             inference = self._entered(head, peer)
         except HpsError:
             return None
-        return ArrivingRequest(inference, text, head.body_size, self.state.admission.byte_budget)
+        budget = self.state.admission.byte_budget
+        return ArrivingRequest(inference, head, text, head.body_size, budget)
 
     def _entered(self, head: RequestHead, peer: ConnectionPeer) -> HttpInference:
         inference = HttpInference(self._port, head.chosen_route(), head, peer)

@@ -52,7 +52,6 @@ class HttpProtocol(HttpParsing):
     _discard_left = 0
     # The request with a cached head whose body is arriving. A timer runs while ``_is_timed``.
     _arriving: ArrivingRequest | None = None
-    _arriving_head: RequestHead
     _is_timed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn narrows it
@@ -134,7 +133,7 @@ class HttpProtocol(HttpParsing):
         arriving = self.app.expect(head, data[:begins], self.peer)
         if arriving is None:
             return False
-        self._arriving, self._arriving_head = arriving, head
+        self._arriving = arriving
         self._reads = "body"
         self._requests += 1
         self._time_body()
@@ -153,7 +152,7 @@ class HttpProtocol(HttpParsing):
             return b""
         self._arriving, self._reads = None, "nothing"
         last, rest = (data, b"") if len(data) == size else (data[:size], data[size:])
-        if self._answer(self._arriving_head, partial(arriving.begin, last)):
+        if self._answer(arriving.head, partial(arriving.begin, last)):
             return rest
         self._arriving = arriving
         self._hand_over(rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import ssl
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ import uvloop
 from hps.config.server_settings import Listener, TlsSettings
 from hps.errors import Unauthenticated
 from services.frontend.certificates import server_context
+from services.frontend.http.head import RequestHead
 from services.frontend.http.protocol import connection
 from services.frontend.http.protocol.connection import HttpProtocol
 from services.frontend.http.server import HttpPortOptions, HttpServer
@@ -86,6 +88,25 @@ def test_body_in_pieces_is_answered_without_the_parser(small, http, known, parse
         assert not protocol.tasks
         assert held(small) == 0
         assert protocol.server_state.total_requests == 3
+
+    http.run(scenario)
+
+
+def test_idle_connection_keeps_no_head(small, http, known):
+    """A head refers to a version of the model, which must be freed once others are served."""
+
+    async def scenario():
+        app = small.app()
+        protocol, wire = await known(app)
+        whole = http.binary(KEYS)
+        for piece in (whole[:9000], whole[9000:]):
+            await http.read(protocol, piece)
+        assert wire.statuses == [200]
+        routes = [*app._routes.values()]
+        app._find_routes()  # as after a change of the models
+        gc.collect()
+        heads = [each for each in gc.get_objects() if isinstance(each, RequestHead)]
+        assert not [head for head in heads if any(head.route is route for route in routes)]
 
     http.run(scenario)
 
