@@ -66,6 +66,7 @@ class NodeScheduler:
         self._metrics = metrics
         self._resources = resources
         self._host = SchedulerHost()
+        resources.callback(self._free_lanes)
         resources.callback(self._host.close)
         self._client = self._host.connect()
         resources.callback(self._client.close)
@@ -125,6 +126,13 @@ class NodeScheduler:
         self._host.remove_model(scheduled.number)
         for lane in scheduled.lanes:
             lane.close()
+
+    def _free_lanes(self) -> None:
+        """Free the lanes of all versions. The batches have ended."""
+        while self._models:
+            _, scheduled = self._models.popitem()
+            for lane in scheduled.lanes:
+                lane.close()
 
     def complete_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """See `SchedulerClient.complete_on`."""

@@ -15,7 +15,7 @@ from hps.models.version_writer import write_version
 from hps.native import COMPILED
 from hps.node import gpu_caches
 from hps.predict.scheduler.host import SchedulerHost
-from hps.types import JaggedKeys, version_now
+from hps.types import JaggedKeys
 from tests.support import twin_device
 from tests.support.waiting import until
 from tests.unit.node.test_gpu_caches import (
@@ -265,9 +265,7 @@ def test_static_tables_of_a_new_version_are_filled_completely(config):
 def test_updates_reach_the_tables_of_a_loaded_version(config):
     with opened(config) as node:
         node.load("m", 2)
-        table = node.model("m").tables["users"]
-        version = np.full(1, version_now(), np.uint64)
-        node.writer.update(table, np.array([3]), np.full((1, 4), 7, np.float32), version).result()
+        node.write("m", "users", [3], np.full((1, 4), 7, np.float32))
         result = node.lookup_on_device("m", {"user": np.array([3])})
         assert np.asarray(result.vectors["user"].get())[0, 0] == 7
 
@@ -343,3 +341,13 @@ def test_several_versions_are_served_from_a_start(config):
     with opened(config) as node:
         assert [version_in(node, version=n) for n in (1, 2)] == [1, 2]
         assert tables_on_gpu(node) == [1, 2]
+
+
+@pytest.mark.skipif(not COMPILED, reason="the scheduler is part of the compiled core")
+def test_closed_node_has_freed_its_lanes(config):
+    """Others may still refer to the scheduler."""
+    with opened(config) as node:
+        lanes = [lane for each in node.scheduler._models.values() for lane in each.lanes]
+        assert lanes
+        assert all(lane.session is not None for lane in lanes)
+    assert all(lane.session is None for lane in lanes)
