@@ -159,7 +159,7 @@ class AttachedProcesses:
             return [each for each in former.values() if each not in self._served.values()]
 
     def settle(self, check: Callable[[], None]) -> None:
-        """Wait until every process serves its versions; log those that take too long.
+        """Wait until every process that has opened versions serves them; log those that take too long.
 
         Raises the errors of ``check``."""
         until = time.monotonic() + _SERVE_S
@@ -167,7 +167,7 @@ class AttachedProcesses:
             while True:
                 check()
                 late = [
-                    f for f in self._attached.values() if f.serves and f.revision != self._revision
+                    f for f in self._attached.values() if f.holds and f.revision != self._revision
                 ]
                 if not late:
                     return

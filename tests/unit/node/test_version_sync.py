@@ -184,6 +184,15 @@ def test_attached_processes_follow_loads_and_unloads(node, attached, repository)
     assert {table.model for table in attached.tiers[0].tier._tables} == {"words"}
 
 
+def test_first_version_is_served_by_all_processes_when_its_load_returns(node, attached, settings):
+    with hps.attach(settings) as other:
+        for _ in range(5):
+            node.unload("words")
+            until(lambda: not attached.models and not other.models)
+            node.load("words", 2)
+            assert values(attached) == values(other) == 2000
+
+
 def test_failed_open_in_one_process_keeps_all_on_the_served_version(node, attached, settings):
     def refuse(served):
         if served.version == 2:
