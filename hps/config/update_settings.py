@@ -106,6 +106,8 @@ class UpdatesSettings(StrictModel):
     """Age of unapplied updates from which served rows count as stale; null: never."""
     on_stale: Literal["flag", "refuse"] = "flag"
     """Treatment of requests while rows are stale: answered with `hps_stale_s`, or rejected (503)."""
+    max_lag_at_switch: int = Field(0, ge=0)
+    """Messages that a version may miss when it is loaded or switched to, besides those of the last second."""
     promote_queue_keys: int = Field(1 << 20, ge=1)
     """Queued keys for promotion into the caches; more are dropped and counted."""
     kafka: KafkaSettings | None = None

@@ -158,7 +158,7 @@ class _NodeBuilder:
         return node
 
     def _open_streams(self) -> UpdateStreams:
-        """The update streams; they feed the current versions."""
+        """The update streams, at first of the current versions; the others catch up beside them."""
         current = [
             each
             for each in self._opened
@@ -239,6 +239,7 @@ class _NodeBuilder:
             streams.read_kafka(kafka, own, writer, self._stores.followed)
             if kafka.shared_writer == "nodes" and shared:
                 streams.share_kafka(kafka, shared)
+        streams.set_tables(self._tables, watermarks_of(self._opened))
         limit_s = self._settings.updates.max_staleness_s
 
         def limited() -> list[Limited]:

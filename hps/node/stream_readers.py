@@ -1,4 +1,8 @@
-"""Readers of a node's update streams: started with the node, restarted when models change."""
+"""Readers of a node's update streams: started with the node, for the tables of all served versions.
+
+The readers of one feed apply each message to all of its tables. A table that is added gets a feed of its
+own, which starts where the table's files end: the others go on and are not read again from there. Once it
+has caught up, one feed has all tables again."""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 from hps.config.update_settings import DirectorySettings, KafkaSettings
@@ -27,7 +32,7 @@ from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import UpdateSource
 from hps.updates.stream_positions import FedStore, Readers, StoreStreamPositions, StreamPositions
-from hps.updates.topics import TopicTables
+from hps.updates.topics import ServedTables, TopicTables
 
 # How far back reading starts where HPS feeds the store, which then has no positions: updates that HPS may
 # not have written yet when the caches were filled.
@@ -79,11 +84,27 @@ class UpdateReader:
         }
 
 
+@dataclass(eq=False, slots=True)
+class Feed:
+    """Readers of the same ``tables``. ``number``: 1 for the first feed; ``caught_up``: it was once."""
+
+    number: int
+    tables: list[EmbeddingTable]
+    caught_up: bool = True
+    streams: list[UpdateReader] = field(default_factory=list)
+    resources: ExitStack = field(default_factory=ExitStack)
+
+
+Begin = Callable[[Feed], None]
+"""Starts one reader for a feed's tables."""
+
+
 class StreamReaders:
     """The readers of one node, which ``resources`` closes.
 
     The first reader registers them there, so that they end before the stores and caches that they write
-    to. One thread at a time starts readers or calls `restart`; any may read ``streams`` and ``tables``."""
+    to. One thread at a time starts readers or calls another method; any may read ``streams`` and
+    ``tables``."""
 
     def __init__(
         self,
@@ -93,16 +114,22 @@ class StreamReaders:
         resources: ExitStack,
     ) -> None:
         self.streams: list[UpdateReader] = []
-        self.tables = list(tables)
+        self.tables = list(dict.fromkeys(tables))
         self._watermarks = watermarks
+        self._served = ServedTables(self.tables)
         self._metrics = metrics
         self._meter = UpdateMeter(metrics)
         self._kept = KeptLetters()
         self._resources = resources
         self.applied_files: AppliedFiles | None = None
-        self._begin: list[Callable[[], None]] = []
-        self._paused: Collection[str] = ()  # groups that start paused
-        self._generation = ExitStack()  # resources of the running readers
+        self._kafka: list[Begin] = []
+        self._folder: list[Begin] = []
+        self._takes: list[Callable[[str], bool]] = []  # models that Kafka updates
+        self._follows = False
+        self._paused: Collection[str] = ()  # groups whose readers start paused
+        self._feeds = [Feed(1, [*self.tables])]
+        # Files are moved away once they are applied, so that one reader has all tables.
+        self._files = Feed(1, [*self.tables])
 
     def read_kafka(
         self,
@@ -118,29 +145,115 @@ class StreamReaders:
 
         Without ``stores`` the caches are refreshed once ``followed`` has the updates. Raises
         ConfigError; never because Kafka is unavailable."""
-        self._add(partial(self._read_kafka, settings, group, stores, caches, followed, member))
+        self._follows |= followed is not None
+        self._takes.append(settings.takes)
+        begin = partial(self._read_kafka, settings, group, stores, caches, followed, member)
+        self._add(begin, self._kafka, self._feeds[0])
 
     def read_folder(
         self, settings: DirectorySettings, stores: Sequence[FedStore], caches: CacheWriter
     ) -> None:
         """Start a reader of a folder's files. Raises ConfigError."""
         self.applied_files = AppliedFiles(settings, stores, caches)
-        self._add(partial(self._read_folder, settings, stores, caches))
+        self._add(partial(self._read_folder, settings, stores, caches), self._folder, self._files)
 
-    def restart(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
-        """Restart the readers for ``tables``, at the stores' positions. A paused reader stays paused."""
-        ended, self.streams = self.streams, []
-        self._generation.close()
-        self.tables, self._watermarks = list(tables), watermarks
-        self._paused = {stream.group for stream in ended if stream.thread.paused}
-        for begin in self._begin:
-            begin()
+    def set_tables(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
+        """Feed ``tables``, and no others; those that were not fed before catch up in a feed of their own.
 
-    def _add(self, begin: Callable[[], None]) -> None:
-        if not self._begin:
-            self._resources.callback(self._generation.close)
-        self._begin.append(begin)
-        begin()
+        Readers start at the stores' positions. A paused reader stays paused."""
+        self._watermarks = watermarks
+        self.tables = list(dict.fromkeys(tables))
+        self._served.set(self.tables)
+        for feed in [*self._feeds]:
+            kept = [table for table in feed.tables if table in set(self.tables)]
+            if not kept and feed is not self._feeds[0]:
+                self._end(feed)
+            elif kept != feed.tables:
+                self._restart(feed, kept)
+        fed = {table for feed in self._feeds for table in feed.tables}
+        added = [table for table in self.tables if table not in fed]
+        first = self._feeds[0]
+        if not first.tables:
+            self._join(self.tables)
+        else:
+            late = [table for table in added if any(takes(table.model) for takes in self._takes)]
+            first.tables += [table for table in added if table not in late]
+            if late:
+                self._add_feed(late)
+        if self._files.tables != self.tables:
+            self._restart(self._files, self.tables)
+
+    def joinable(self, has_caught_up: Callable[[Feed], bool]) -> list[Feed]:
+        """The feeds whose tables the first one can take over, since they have caught up.
+
+        None where readers follow a store: a version that its writer does not feed must not hold up the
+        others."""
+        first, *later = self._feeds
+        ready = [feed for feed in later if feed.caught_up or has_caught_up(feed)]
+        for feed in ready:
+            feed.caught_up = True
+        return ready if ready and not self._follows and has_caught_up(first) else []
+
+    def join(self, feeds: Sequence[Feed]) -> None:
+        """Let the first feed have the tables of these, too."""
+        joined = (self._feeds[0], *feeds)
+        self._join([table for feed in joined for table in feed.tables], feeds)
+
+    @property
+    def catching_up(self) -> set[EmbeddingTable]:
+        """Tables of feeds that have not caught up yet."""
+        late = [feed for feed in self._feeds if not feed.caught_up]
+        return {table for feed in late for table in feed.tables}
+
+    # -- feeds -----------------------------------------------------------------------------------
+
+    def _add_feed(self, tables: list[EmbeddingTable]) -> None:
+        numbers = {feed.number for feed in self._feeds}
+        feed = Feed(next(n for n in count(2) if n not in numbers), tables, caught_up=False)
+        self._paused = _paused_groups(self._feeds[0].streams)
+        self._feeds.append(feed)
+        self._begin(feed)
+
+    def _join(self, tables: Sequence[EmbeddingTable], feeds: Sequence[Feed] | None = None) -> None:
+        """Restart the first feed with ``tables``, in place of ``feeds``, all by default."""
+        for feed in self._feeds[1:] if feeds is None else feeds:
+            self._end(feed)
+        self._restart(self._feeds[0], tables)
+
+    def _add(self, begin: Begin, begins: list[Begin], feed: Feed) -> None:
+        if not self._kafka and not self._folder:
+            self._resources.callback(self._close)
+        begins.append(begin)
+        begin(feed)
+        self._list()
+
+    def _begin(self, feed: Feed) -> None:
+        for begin in self._folder if feed is self._files else self._kafka:
+            begin(feed)
+        self._list()
+
+    def _restart(self, feed: Feed, tables: Sequence[EmbeddingTable]) -> None:
+        """Restart the readers of ``feed`` for ``tables``, at the stores' positions."""
+        self._paused = _paused_groups(feed.streams)
+        feed.streams = []
+        self._list()
+        feed.resources.close()
+        feed.tables = list(tables)
+        self._begin(feed)
+
+    def _end(self, feed: Feed) -> None:
+        self._feeds.remove(feed)
+        self._list()
+        feed.resources.close()
+
+    def _list(self) -> None:
+        self.streams = [each for feed in (*self._feeds, self._files) for each in feed.streams]
+
+    def _close(self) -> None:
+        for feed in (*self._feeds, self._files):
+            feed.resources.close()
+
+    # -- readers ---------------------------------------------------------------------------------
 
     def _read_kafka(
         self,
@@ -150,10 +263,12 @@ class StreamReaders:
         caches: CacheWriter | None,
         followed: FollowedStore | None,
         member: str | None,
+        feed: Feed,
     ) -> None:
-        topics = TopicTables(self.tables, settings.takes)
+        is_first = feed.number == 1
+        topics = TopicTables(feed.tables, settings.takes, self._served, alone=is_first)
         fed_by = settings.shared_group if followed and followed.info.shared else group
-        hps = self._hps_progress(settings, fed_by, followed)
+        hps = self._hps_progress(settings, fed_by, followed, feed)
         if followed is None:
             positions: StreamPositions = StoreStreamPositions(
                 stores, topics.readers, self._contained
@@ -161,22 +276,24 @@ class StreamReaders:
         else:
             other_writer = None if hps is None else hps.applied
             positions = followed.positions(topics.readers, self._contained, other_writer)
+        name = group if is_first else "+".join(filter(None, (group, member, str(feed.number))))
         source = KafkaSource(
             settings,
-            ReaderGroup(group, hps_group(fed_by), member),
+            ReaderGroup(name, hps_group(fed_by), member if is_first else None),
             topics,
             positions,
-            StreamMeter(self._metrics, group),
+            StreamMeter(self._metrics, name),
             since_s=None if hps is None else time.time() - _OVERLAP_S,
         )
         dead_letters = DeadLetterTopic(settings, self._kept)
-        self._generation.callback(dead_letters.close)
-        ingestor = Ingestor(source, topics.tables, positions, caches, dead_letters, self._meter)
+        feed.resources.callback(dead_letters.close)
+        meter = self._meter if feed.caught_up else UpdateMeter(self._metrics, is_replay=True)
+        ingestor = Ingestor(source, topics.tables, positions, caches, dead_letters, meter)
         pending = PendingMessages(source.cluster, source, topics.names)
-        self._start(group, "kafka", source, ingestor, pending, topics.readers)
+        self._start(feed, name, "kafka", source, ingestor, pending, topics.readers)
 
     def _hps_progress(
-        self, settings: KafkaSettings, group: str, followed: FollowedStore | None
+        self, settings: KafkaSettings, group: str, followed: FollowedStore | None, feed: Feed
     ) -> HpsProgress | None:
         """HPS's offsets in the streams, if HPS may feed ``followed`` instead of our ``group``.
 
@@ -186,24 +303,31 @@ class StreamReaders:
         if followed.info.shared and settings.shared_writer == "nodes":
             return None
         progress = HpsProgress(settings, hps_group(group))
-        self._generation.callback(progress.close)
+        feed.resources.callback(progress.close)
         return progress
 
     def _read_folder(
-        self, settings: DirectorySettings, stores: Sequence[FedStore], caches: CacheWriter
+        self,
+        settings: DirectorySettings,
+        stores: Sequence[FedStore],
+        caches: CacheWriter,
+        feed: Feed,
     ) -> None:
-        topics = TopicTables(self.tables, settings.takes)
+        topics = TopicTables(feed.tables, settings.takes)
         source = DirectorySource(settings, topics.tables)
         positions = StoreStreamPositions(stores, topics.readers)
         ingestor = Ingestor(source, topics.tables, positions, caches, source, self._meter)
-        tables = list(topics.tables.values())
+        tables = [table for some in topics.tables.values() for table in some]
         assert self.applied_files is not None
         source.on_applied = partial(self.applied_files.record, tables)
         pending = PendingFiles(settings.path)
-        self._start("directory", "directory", source, ingestor, pending, lambda _folder: tables)
+        self._start(
+            feed, "directory", "directory", source, ingestor, pending, lambda _folder: tables
+        )
 
     def _start(
         self,
+        feed: Feed,
         group: str,
         kind: str,
         source: UpdateSource,
@@ -212,11 +336,20 @@ class StreamReaders:
         readers: Readers,
     ) -> None:
         thread = IngestThread(ingestor, source, f"hps-ingest-{len(self.streams)}")
-        if group in self._paused:
+        if _base(group) in self._paused:
             thread.pause()
-        self.streams.append(UpdateReader(group, kind, source, ingestor, thread, pending, readers))
-        self._generation.callback(thread.close)
+        feed.streams.append(UpdateReader(group, kind, source, ingestor, thread, pending, readers))
+        feed.resources.callback(thread.close)
         thread.start()
 
     def _contained(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
         return self._watermarks.get(table, {}).get(topic, {}).get(str(partition))
+
+
+def _paused_groups(streams: Iterable[UpdateReader]) -> set[str]:
+    return {_base(stream.group) for stream in streams if stream.thread.paused}
+
+
+def _base(group: str) -> str:
+    """The group of the first feed's reader; those of others have a suffix."""
+    return group.partition("+")[0]

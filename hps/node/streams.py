@@ -19,7 +19,7 @@ from typing import Any
 
 from hps.config.update_settings import NODE, DirectorySettings, KafkaSettings
 from hps.errors import BadRequest, NotFound, Unavailable
-from hps.node.stream_readers import StreamReaders, UpdateReader, Watermarks
+from hps.node.stream_readers import Feed, StreamReaders, UpdateReader, Watermarks
 from hps.observability import metric_names as m
 from hps.observability.meters import UpdateMeter
 from hps.observability.metrics import Metrics
@@ -61,6 +61,7 @@ class UpdateStreams:
         self._meter = UpdateMeter(metrics)
         self._readers = StreamReaders(tables, watermarks or {}, metrics, resources)
         self._direct: DirectWriter | None = None
+        self._changing = threading.Lock()  # held while readers start and end
         # The instant up to which each table had all updates when the readers last restarted. Some of these
         # tables get no updates any more, but served until other versions are ready.
         self._current_s: dict[EmbeddingTable, float] = {}
@@ -122,21 +123,38 @@ class UpdateStreams:
             thread.start()
 
     def set_tables(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
-        """Restart the readers for ``tables``. Rows of tables without a reader age from then on."""
-        updated, now = list(tables), time.time()
+        """Feed ``tables``, those of all served versions; see `StreamReaders.set_tables`.
+
+        Rows of tables without a reader age from then on."""
+        updated = list(tables)
+        with self._changing:
+            self._note_ages(updated)
+            self._readers.set_tables(updated, watermarks)
+
+    def _note_ages(self, updated: Iterable[EmbeddingTable] = ()) -> None:
+        """Record up to when each table has all updates, before its reader ends."""
+        now = time.time()
         self._current_s = {
             table: now - self.age_s(table)
             for table in {*self._readers.tables, *updated}
             if table in self._current_s or self._fed(table)
         }
-        self._readers.restart(updated, watermarks)
 
-    def behind(self, tables: Collection[EmbeddingTable]) -> str:
-        """Reason why ``tables`` miss updates; empty if they miss only the latest, or if nothing is read.
+    def behind(
+        self,
+        tables: Collection[EmbeddingTable],
+        beside: Collection[EmbeddingTable] = (),
+        max_lag: int = 0,
+    ) -> str:
+        """Reason why ``tables`` miss updates; empty if nothing is read, or if they miss only the latest: at
+        most ``max_lag`` messages of each reader, or those of the last second.
 
-        Never waits."""
+        Readers that also feed tables of ``beside``, the current version, do not count: these miss the same
+        updates. Never waits."""
         for stream in self._readers.streams:
-            if stream.thread.paused:
+            if stream.thread.paused or not self._feeds_any(stream, tables):
+                continue
+            if self._feeds_any(stream, beside):
                 continue
             if stream.ingestor.is_waiting:
                 cause = stream.problem or "another process has not written it yet"
@@ -147,8 +165,9 @@ class UpdateStreams:
                 suffix = f": {why}" if why else ""
                 return f"{stream.group} does not know its partitions or offsets yet{suffix}"
             waiting = sum(lag.values())
-            if waiting and not _arrived_lately(stream, tables):
-                return f"{stream.group} has {waiting} messages to apply"
+            if waiting > max_lag and not _arrived_lately(stream, tables):
+                limit = f", and updates.max_lag_at_switch allows {max_lag}" if max_lag else ""
+                return f"{stream.group} has {waiting} messages to apply{limit}"
         return ""
 
     def reached(self, table: EmbeddingTable) -> dict[TopicPartition, int]:
@@ -171,6 +190,7 @@ class UpdateStreams:
             return
 
         def poll_ages() -> None:
+            self._merge()
             for stream in self._readers.streams:
                 with suppress(OSError):  # an unreadable folder is reported by its source
                     stream.pending.poll()
@@ -274,10 +294,35 @@ class UpdateStreams:
         """Age of each table that a stream feeds, ready for JSON."""
         now = time.time()
         return [
-            {"model": t.model, "table": t.name, "age_s": round(self._age_s(t, stream, now), 3)}
+            {
+                "model": t.model,
+                "table": t.name,
+                "version": t.version,
+                "age_s": round(self._age_s(t, stream, now), 3),
+            }
             for t in self._readers.tables
             if self._feeds(stream, t)
         ]
+
+    def _merge(self) -> None:
+        """Let one reader feed all tables that have caught up."""
+        with self._changing:
+            if feeds := self._readers.joinable(self._has_caught_up):
+                self._note_ages()
+                self._readers.join(feeds)
+
+    def _has_caught_up(self, feed: Feed) -> bool:
+        """True if the readers of ``feed`` miss only the latest messages."""
+        for stream in feed.streams:
+            lag = stream.source.lag()
+            if lag is None or stream.thread.paused or stream.ingestor.is_waiting:
+                return False
+            if any(lag.values()) and not _arrived_lately(stream, feed.tables):
+                return False
+        return True
+
+    def _feeds_any(self, stream: UpdateReader, tables: Iterable[EmbeddingTable]) -> bool:
+        return any(self._feeds(stream, table) for table in tables)
 
     def _fed(self, table: EmbeddingTable) -> bool:
         return any(self._feeds(stream, table) for stream in self._readers.streams)
@@ -315,8 +360,13 @@ class UpdateStreams:
 
     def _ages(self) -> Iterable[tuple[tuple[str, ...], float]]:
         if self._readers.streams:
+            ages: dict[tuple[str, ...], float] = {}
+            late = self._readers.catching_up
             for table in self._readers.tables:
-                yield (table.model, table.name), self.age_s(table)
+                of = table.model, table.name
+                if table not in late:
+                    ages[of] = max(ages.get(of, 0.0), self.age_s(table))
+            yield from ages.items()
 
 
 def _arrived_lately(stream: UpdateReader, tables: Collection[EmbeddingTable]) -> bool:

@@ -3,8 +3,8 @@
 1. Check its files and open its network.
 2. Load its rows into the stores.
 3. Add its tables to the CPU cache, filled with the keys that are hot in the current version.
-4. If it is to be the current version, let the update streams feed its tables, from where its files end,
-   until they have caught up.
+4. Let the update streams feed its tables beside the others', from where its files end, until they have
+   caught up.
 
 A failure undoes all steps."""
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -104,19 +104,20 @@ class VersionLoader:
         for version in model.table_versions:
             self._node.metrics.release(model.version.name, version)
 
-    def feed(self, current: Mapping[str, OpenedModel]) -> None:
-        """Let the update streams feed the tables of the ``current`` versions, and no others."""
+    def feed(self, models: Collection[OpenedModel]) -> None:
+        """Let the update streams feed the tables of ``models``, and no others."""
         if self._closed.is_set():
             return
-        tables = tables_of(current.values())
-        self._node.streams.set_tables(tables, watermarks_of(current.values()))
+        self._node.streams.set_tables(tables_of(models), watermarks_of(models))
 
-    def catch_up(self, model: OpenedModel) -> None:
-        """Wait until the update streams have fed ``model``. Raises Unavailable after `models.catch_up_s`."""
+    def catch_up(self, model: OpenedModel, current: OpenedModel | None) -> None:
+        """Wait until the update streams have fed ``model`` as far as the ``current`` version.
+
+        Raises Unavailable after `models.catch_up_s`."""
         # After the live reader began to feed it, so that no file is between the two.
         wait_s = self._settings.models.catch_up_s
         self._node.streams.replay_files(made_at([model]), self._closed, wait_s)
-        self._catch_up_here(model)
+        self._catch_up_here(model, () if current is None else [*current.tables.values()])
         self._require_fed(model)
 
     def require_kept_updates(self, name: str) -> None:
@@ -135,10 +136,11 @@ class VersionLoader:
         if self._closed.is_set():
             raise Unavailable("the node is being closed; ask another replica")
 
-    def _catch_up_here(self, model: OpenedModel) -> None:
+    def _catch_up_here(self, model: OpenedModel, beside: Collection[EmbeddingTable]) -> None:
         tables, wait_s = list(model.tables.values()), self._settings.models.catch_up_s
         until = time.monotonic() + wait_s
-        while behind := self._node.streams.behind(tables):
+        max_lag = self._settings.updates.max_lag_at_switch
+        while behind := self._node.streams.behind(tables, beside, max_lag):
             if time.monotonic() > until:
                 raise Unavailable(
                     f"model '{model.version.name}' version {model.version.version} was not brought up to "

@@ -164,18 +164,15 @@ class VersionSwitcher:
     ) -> None:
         """Serve ``choice``, for which everything is ``loaded``; ``undo`` covers what may still fail."""
         opened = [*self._opened, *([loaded.opened] if loaded else [])]
-        before = self._current_models(self._node.models, self._opened)
         choices = {n: each for n, each in self.choices.items() if n != name}
         if choice is not None:
             choices[name] = choice
         warm = self._warm_after(name, choice)
         models = self._models_after(name, choices, warm, loaded)
-        after = self._current_models(models, opened)
-        if {id(each) for each in before.values()} != {id(each) for each in after.values()}:
-            undo.callback(self.loader.feed, before)
-            self.loader.feed(after)
-            if choice is not None and name in after and after[name] is not before.get(name):
-                self.loader.catch_up(after[name])
+        if loaded is not None:
+            undo.callback(self.loader.feed, [*self._opened])
+            self.loader.feed(opened)
+        self._catch_up(name, choice, opened, loaded)
         if loaded is not None:
             undo.callback(self._attached.withdraw)
             version = loaded.opened.version
@@ -195,6 +192,22 @@ class VersionSwitcher:
             self._resources[of] = self._to_close.enter_context(loaded.resources.pop_all())
         self._opened[:] = opened
         self._publish(models)
+
+    def _catch_up(
+        self,
+        name: str,
+        choice: VersionChoice | None,
+        opened: list[OpenedModel],
+        loaded: LoadedModel | None,
+    ) -> None:
+        """Wait until the loaded version, or the one to switch to, has the updates of the current one."""
+        if choice is None:
+            return
+        current = self._node.models.get(name)
+        number = choice.current if loaded is None else loaded.served.version
+        if current is None or current.version != number:
+            model = next(each for each in opened if _key_of(each) == (name, number))
+            self.loader.catch_up(model, None if current is None else self.opened_model(current))
 
     def _models_after(
         self,
@@ -224,12 +237,6 @@ class VersionSwitcher:
         still = {id(each) for each in models.versions}
         gone = [each for each in former.versions if id(each) not in still]
         self._retire_all(gone, {(each.model, each.version): each for each in dropped})
-
-    def _current_models(
-        self, models: ServedModels, opened: list[OpenedModel]
-    ) -> dict[str, OpenedModel]:
-        current = {(each.name, each.version) for each in models.values()}
-        return {each.version.name: each for each in opened if _key_of(each) in current}
 
     def _warm_after(self, name: str, choice: VersionChoice | None) -> tuple[int, float] | None:
         """The version to keep ready for a rollback once ``choice`` is served, and until when."""
@@ -265,9 +272,13 @@ class VersionSwitcher:
         self, gone: Iterable[ServedModel], dropped: Mapping[Key, LoadedVersion]
     ) -> None:
         """Free ``gone`` versions once no request uses them, in this process or a remote one."""
-        for served in gone:
-            of, old = (served.name, served.version), self.opened_model(served)
-            self._opened[:] = [each for each in self._opened if each is not old]
+        retired = [(served, self.opened_model(served)) for served in gone]
+        old_ids = {id(old) for _, old in retired}
+        self._opened[:] = [each for each in self._opened if id(each) not in old_ids]
+        if retired:
+            self.loader.feed(self._opened)  # before the stores drop the tables
+        for served, old in retired:
+            of = served.name, served.version
             is_used = partial(self._attached.uses, dropped[of])
             last, resources = (
                 LastRequest(served.engine, *served.on_devices),

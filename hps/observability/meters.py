@@ -232,14 +232,17 @@ class TierMeter:
 
 
 class UpdateMeter:
-    """Counts the rows of update streams; called on the thread that applies them."""
+    """Counts the rows of update streams; called on the thread that applies them.
 
-    def __init__(self, metrics: Metrics) -> None:
+    ``is_replay``: of old messages for a version that is added, whose ages say nothing about served rows."""
+
+    def __init__(self, metrics: Metrics, *, is_replay: bool = False) -> None:
         self._metrics = metrics
+        self._is_replay = is_replay
         self._batches = metrics.histogram(UPDATE_BATCH)
 
     def applied(self, table: EmbeddingTable, result: str, rows: int) -> None:
-        """Count ``rows`` of ``table`` that were upserted, deleted, expired or not_finite."""
+        """Count ``rows`` of ``table`` that were upserted, deleted, expired, not_finite or other_shape."""
         labels = UPDATE_ROWS, table.model, table.name
         # An alert on increases notices the first one only if the counter already existed with 0.
         self._metrics.counter(*labels, "not_finite")
@@ -248,6 +251,8 @@ class UpdateMeter:
 
     def visible(self, table: EmbeddingTable, tier: str, produced_s: NDArray[np.float64]) -> None:
         """Record that ``tier`` now has the rows of messages produced at ``produced_s (k,)``, Unix seconds."""
+        if self._is_replay:
+            return
         ages = np.maximum(0.0, time.time() - produced_s)
         self._metrics.histogram(UPDATE_VISIBLE, table.model, table.name, tier).observe_all(
             ages.tolist()

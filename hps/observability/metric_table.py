@@ -273,8 +273,9 @@ _UPDATES = (
         m.UPDATE_ROWS,
         "counter",
         ("model", "table", "result"),
-        "Rows of update streams; result=upserted, deleted, expired (time to live), not_finite (NaN or "
-        "infinite; the former row stays).",
+        "Rows of update streams, counted for each served version; result=upserted, deleted, expired (time to "
+        "live), not_finite (NaN or infinite; the former row stays), other_shape (the version's table has "
+        "another dim).",
     ),
     MetricSpec(
         m.UPDATE_BATCH,

@@ -11,7 +11,7 @@ again. Two rules prevent that:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from hps.errors import HpsError, TierError
 from hps.tiers.base import FetchContext, Part, Tier
@@ -35,7 +35,8 @@ applied a partition; None when that is unknown."""
 class FollowedStore(TierWrapper):
     """Wraps ``tier``, which promotions read; ``store`` is the same one with its stream positions.
 
-    `fetch` may be called from many threads; everything else from one at a time."""
+    `fetch` may be called from many threads; what concerns a table, from one at a time: that of the reader
+    that feeds it."""
 
     def __init__(self, tier: Tier, store: FedStore) -> None:
         super().__init__(tier)
@@ -43,8 +44,7 @@ class FollowedStore(TierWrapper):
         # Offsets of each table's updates in the caches, and offsets last read from the store.
         self._progress: dict[EmbeddingTable, dict[TopicPartition, int]] = {}
         self._stored: dict[EmbeddingTable, dict[TopicPartition, Applied]] = {}
-        self._to_check: deque[EmbeddingTable] = deque()
-        self._loss = ""
+        self._losses: dict[EmbeddingTable, str] = {}
 
     @property
     def name(self) -> str:
@@ -69,6 +69,7 @@ class FollowedStore(TierWrapper):
         for table in tables:
             self._progress.pop(table, None)
             self._stored.pop(table, None)
+            self._losses.pop(table, None)
 
     def positions(
         self, readers: Readers, contained: Contained, other_writer: OtherWriter | None
@@ -95,19 +96,21 @@ class FollowedStore(TierWrapper):
             return None
         return 0 if _differ(seen.topic_id, topic_id) else seen.offset
 
-    def loss(self) -> str:
-        """See `StreamPositions`. After a loss, progress falls back to the store's."""
-        if not self._to_check:
-            self._to_check.extend(self._stored)
+    def loss(self, table: EmbeddingTable, tables: Collection[EmbeddingTable]) -> str:
+        """See `StreamPositions`; checks ``table``, one of its reader's ``tables``.
+
+        After a loss, the progress of all of these falls back to the store's."""
         try:
-            if self._to_check and (table := self._to_check.popleft()) in self._stored:
+            if table in self._stored:
                 self._read_positions(table)
-            if self._loss:
-                self._fall_back()
+            losses = {each: self._losses[each] for each in tables if each in self._losses}
+            if losses:
+                self._fall_back(tables)
         except HpsError:
             return ""  # checked again later
-        loss, self._loss = self._loss, ""
-        return loss
+        for each in losses:
+            self._losses.pop(each, None)
+        return next(iter(losses.values()), "")
 
     def _start(self, table: EmbeddingTable) -> None:
         """Record the store's position before a row of ``table`` is promoted or an update of it read."""
@@ -123,13 +126,13 @@ class FollowedStore(TierWrapper):
         for partition, before in self._stored.get(table, {}).items():
             at = now.get(partition, Applied(0))
             if at.offset < before.offset or _differ(at.topic_id, before.topic_id):
-                self._loss = describe_loss(self.name, partition, at.offset, before.offset)
+                self._losses[table] = describe_loss(self.name, partition, at.offset, before.offset)
         self._stored[table] = now
         return now
 
-    def _fall_back(self) -> None:
+    def _fall_back(self, tables: Collection[EmbeddingTable]) -> None:
         """Repeat refreshes: promotions may have copied rows that the store then lost."""
-        for table in list(self._stored):
+        for table in [each for each in tables if each in self._stored]:
             now = self._read_positions(table)
             self._progress[table] = {
                 partition: min(offset, now[partition].offset)
@@ -156,6 +159,8 @@ class FollowedPositions(StreamPositions):
         self._contained = contained
         self._other_writer = other_writer
         self._topic_ids: dict[TopicPartition, str] = {}
+        self._tables: dict[EmbeddingTable, None] = {}  # those of topics that are read
+        self._to_check: deque[EmbeddingTable] = deque()
         self.versioned = followed.versioned
 
     def identify(self, topic: str, partition: int, topic_id: str) -> bool:
@@ -205,10 +210,15 @@ class FollowedPositions(StreamPositions):
         for position in positions:
             partition = position.topic, position.partition
             for table in self.readers(position.topic):
+                self._tables[table] = None
                 self._followed.progress(table)[partition] = position.offset
 
     def loss(self) -> str:
-        return self._followed.loss()
+        if not self._tables:
+            return ""
+        if not self._to_check:
+            self._to_check.extend(self._tables)
+        return self._followed.loss(self._to_check.popleft(), self._tables)
 
     def _reached(self, table: EmbeddingTable, partition: TopicPartition, offset: int) -> int | None:
         reached = self._followed.reached(
@@ -222,6 +232,7 @@ class FollowedPositions(StreamPositions):
     def _positions(self, topic: str, partition: int) -> list[int | None]:
         offsets = []
         for table in self.readers(topic):
+            self._tables[table] = None
             offset = self._followed.progress(table).get((topic, partition))
             if offset is None:
                 offset = self._contained(table, topic, partition)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,4 +31,6 @@ def drop_future_versions(
     if ahead.all():
         return None, numbers
     kept = changes.select(~ahead[of_row], ~ahead[of_gone])
-    return TableUpdate(update.table, kept, messages[~ahead], update.numbers[~ahead]), numbers
+    numbers_kept = update.numbers[~ahead]
+    rest = replace(update, changes=kept, messages=messages[~ahead], numbers=numbers_kept)
+    return rest, numbers

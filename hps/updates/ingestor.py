@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Protocol
@@ -34,6 +34,7 @@ from hps.updates.cache_refresh import refresh
 from hps.updates.cache_writer import CacheWriter
 from hps.updates.source import DeadLetter, TableUpdate, UpdateBatch, UpdateSource
 from hps.updates.stream_positions import FedStore, StreamPositions
+from hps.updates.topics import NamedTables, takes
 
 log = logging.getLogger(__name__)
 
@@ -63,15 +64,16 @@ class DeadLetters(Protocol):
 class Ingestor:
     """Applies the batches of ``source`` to the stores of ``positions``, then to ``caches``.
 
-    ``tables`` by their name in messages, `model/table`; ``positions``: the stores to write, empty where
-    others fill them, with their positions. ``caches``: None for a process without caches.
+    ``tables`` by their name in messages, `model/table`: an update changes the table of each served version
+    whose rows have its dim. ``positions``: the stores to write, empty where others fill them, with their
+    positions. ``caches``: None for a process without caches.
 
     `step` is called by one thread (`IngestThread`); `close` by any."""
 
     def __init__(
         self,
         source: UpdateSource,
-        tables: Mapping[str, EmbeddingTable],
+        tables: NamedTables,
         positions: StreamPositions,
         caches: CacheWriter | None,
         dead_letters: DeadLetters,
@@ -152,23 +154,39 @@ class Ingestor:
 
     def _missing(self, batch: UpdateBatch) -> str:
         """Reason why ``batch`` must not reach the caches yet; empty when it may."""
-        found = (self._positions.missing(self._tables[each.table], each) for each in batch.updates)
+        found = (self._positions.missing(table, each) for table, each in self._targets(batch))
         return next(filter(None, found), "")
+
+    def _targets(self, batch: UpdateBatch) -> Iterator[tuple[EmbeddingTable, TableUpdate]]:
+        """The tables that each update of ``batch`` changes."""
+        for update in batch.updates:
+            for table in self._tables.get(update.table, ()):
+                if takes(table, update):
+                    yield table, update
 
     def apply(self, batch: UpdateBatch) -> None:
         """Keep dead letters, write stores, refresh caches, in this order."""
         if batch.dead:
             self._until_done("dead letters", lambda: self._keep(batch.dead))
-        tables = [self._tables[update.table] for update in batch.updates]
-        last = {table: number for number, table in enumerate(tables)}
-        for number, (table, update) in enumerate(zip(tables, batch.updates, strict=True)):
+        targets = list(self._targets(batch))
+        last = {table: number for number, (table, _update) in enumerate(targets)}
+        for number, (table, update) in enumerate(targets):
             ended = number == last[table]
             self._apply(
                 table,
                 update,
                 self._positions.positions_to_record(table, batch.positions) if ended else (),
             )
-        self._positions.mark_applied(batch.positions, set(tables))
+        self._count_misfits(batch)
+        self._positions.mark_applied(batch.positions, set(last))
+
+    def _count_misfits(self, batch: UpdateBatch) -> None:
+        """Count rows that do not fit the table of a served version, while they fit another one's."""
+        for update in batch.updates:
+            for table in self._tables.get(update.table, ()):
+                if not takes(table, update):
+                    rows = len(update.changes.keys) + len(update.changes.deleted)
+                    self._observe.applied(table, "other_shape", rows)
 
     def _keep(self, letters: Sequence[DeadLetter]) -> None:
         for letter in self._dead_letters.keep(letters):

@@ -28,13 +28,15 @@ class TableUpdate:
 
     ``numbers (k,)``: indexes of these among the polled messages, from which the caller makes dead
     letters if the table is unknown or has another dim. ``ends``: for each of their partitions the
-    offset after the last message; empty where the source has none."""
+    offset after the last message; empty where the source has none. ``key_bits``: those of the tables
+    that the rows are for; 0: of any."""
 
     table: str
     changes: TableChanges
     messages: NDArray[Any]
     numbers: NDArray[Any]
     ends: Sequence[StreamPosition] = ()
+    key_bits: int = 0
 
 
 @dataclass(frozen=True, slots=True)

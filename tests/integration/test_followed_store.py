@@ -107,7 +107,7 @@ def judge(node: hps.Node, fleet: Fleet, store, offset: int | None) -> None:
     until(lambda: stream.ingestor.is_waiting)
     assert promoted(node, fleet) == 0.0
     until(lambda: "hps_updates" in (stream.problem or ""))
-    until(lambda: node.streams.age_s(stream.ingestor._tables[f"{fleet.model}/items"]) > 0)
+    until(lambda: node.streams.age_s(stream.ingestor._tables[f"{fleet.model}/items"][0]) > 0)
     fleet.feed(store, 1.0, offset)
     until(lambda: cached(node, fleet) == 1.0)
     until(lambda: stream.problem is None)

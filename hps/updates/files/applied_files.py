@@ -30,6 +30,7 @@ from hps.updates.files.update_files import UpdateFile
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import DeadLetter
 from hps.updates.stream_positions import FedStore, StoreStreamPositions
+from hps.updates.topics import by_name
 
 log = logging.getLogger(__name__)
 _CHECK_EVERY_S = 0.2
@@ -110,7 +111,7 @@ class AppliedFiles:
         closed: threading.Event,
         wait_s: float,
     ) -> None:
-        tables = {f"{table.model}/{table.name}": table for table in chosen}
+        tables = by_name(chosen)
         positions = StoreStreamPositions(self._stores, lambda _topic: chosen)
         # Its rows were counted, and its faults reported, when the file was applied.
         meter, letters = UpdateMeter(Metrics()), _NoLetters()

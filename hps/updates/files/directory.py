@@ -21,9 +21,9 @@ from pathlib import Path
 from hps.config.update_settings import DirectorySettings
 from hps.errors import ConfigError, Unavailable
 from hps.tiers.positions import TopicPartition
-from hps.types import EmbeddingTable
 from hps.updates.files.update_files import ENDINGS, UpdateFile
 from hps.updates.source import DeadLetter, UpdateBatch
+from hps.updates.topics import NamedTables
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class DirectorySource:
     def __init__(
         self,
         settings: DirectorySettings,
-        tables: Mapping[str, EmbeddingTable],
+        tables: NamedTables,
         block: int = BLOCK,
     ) -> None:
         self.problem: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +11,12 @@ import numpy as np
 from hps.errors import BadRequest
 from hps.native.twin_codec import HEADER, MAGIC
 from hps.tiers.positions import StreamPosition, TableChanges
-from hps.types import EmbeddingTable, make_version
+from hps.types import make_version
 from hps.updates.codec import LONGEST, decode_native
 from hps.updates.files.row_files import FORMATS, open_rows
 from hps.updates.future_versions import drop_future_versions
 from hps.updates.source import MESSAGE, DeadLetter, Reason, TableUpdate, UpdateBatch
+from hps.updates.topics import NamedTables, misfit
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +33,7 @@ class UpdateFile:
 
     ``block``: rows per batch at most, or one message; ``ahead_s``: see `hps.updates.future_versions`."""
 
-    def __init__(
-        self, path: Path, tables: Mapping[str, EmbeddingTable], block: int, ahead_s: float
-    ) -> None:
+    def __init__(self, path: Path, tables: NamedTables, block: int, ahead_s: float) -> None:
         self.path = path
         self.faults: list[str] = []
         """The first thousand faults found."""
@@ -90,7 +89,7 @@ class UpdateFile:
         faults = decoded.faults()
         updates = []
         for update in decoded.updates:
-            fault = self._fault(update.table, update.changes)
+            fault = misfit(self._tables.get(update.table, ()), update)
             if fault is not None:
                 faults += [(i, fault, 0) for i in update.numbers.tolist()]
                 continue
@@ -114,20 +113,15 @@ class UpdateFile:
             )
         event_ms = path.stat().st_mtime_ns // 1_000_000
         for changes in file.changes(self._block, make_version(event_ms)):
-            fault = self._fault(name, changes)
+            update = _update(name, changes, event_ms)
+            fault = misfit(self._tables.get(name, ()), update)
             if fault is not None:
                 why = f"{_word(fault)}: {name}, dim {changes.vectors.shape[1]}"
                 yield UpdateBatch((), dead=[self._note(fault, why)])
                 return
-            kept, ahead = drop_future_versions(_update(name, changes, event_ms), self._ahead_s)
+            kept, ahead = drop_future_versions(update, self._ahead_s)
             late = [self._note(Reason.AHEAD, f"{_word(Reason.AHEAD)}: {name}") for _ in ahead]
             yield UpdateBatch([] if kept is None else [kept], dead=late)
-
-    def _fault(self, name: str, changes: TableChanges) -> Reason | None:
-        table = self._tables.get(name)
-        if table is None:
-            return Reason.UNKNOWN_TABLE
-        return None if changes.vectors.shape[1] == table.dim else Reason.ROW_SIZE
 
     def _rest(self, why: Reason, at: int) -> DeadLetter:
         return self._note(why, f"byte {at}: {_word(why)}; the rest was not read", at)

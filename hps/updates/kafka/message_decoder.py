@@ -10,11 +10,14 @@ import numpy as np
 
 from hps.tiers.positions import StreamPosition
 from hps.tracing import traceparent_of
-from hps.updates.codec import ConsumerRecords, DecodedMessages, decode_hps, decode_native, hps_table
+from hps.updates.codec import ConsumerRecords, decode_hps, decode_native, hps_table
 from hps.updates.future_versions import drop_future_versions
 from hps.updates.kafka.client import attempt_of
 from hps.updates.source import DeadLetter, Reason, TableUpdate
-from hps.updates.topics import TopicTables
+from hps.updates.topics import TopicTables, misfit
+
+Fault = tuple[int, Reason, int]
+"""Number of a message, the reason why it cannot be applied, and the offending byte."""
 
 # The largest number of links that OpenTelemetry keeps per span.
 _LINKS = 128
@@ -43,9 +46,10 @@ class MessageDecoder:
             if decoded is None:
                 dead += [_letter(message, Reason.UNKNOWN_TABLE, 0) for message in some]
                 continue
-            dead += [_letter(some[i], reason, at) for i, reason, at in decoded.faults()]
-            for update in decoded.updates:
-                fault = self._fault(update)
+            faults, decoded_updates = decoded
+            dead += [_letter(some[i], reason, at) for i, reason, at in faults]
+            for update in decoded_updates:
+                fault = misfit(self._topics.served(update.table), update)
                 if fault is not None:
                     dead += [_letter(some[i], fault, 0) for i in update.numbers.tolist()]
                     continue
@@ -56,17 +60,21 @@ class MessageDecoder:
                     updates.append(replace(kept, ends=ends))
         return updates, dead
 
-    def _decode(self, topic: str, messages: list[Any]) -> DecodedMessages | None:
+    def _decode(
+        self, topic: str, messages: list[Any]
+    ) -> tuple[list[Fault], list[TableUpdate]] | None:
         """Decode messages of one topic; None for an HPS topic of an unknown table.
 
         The dim of such a table is unknown, and the messages do not contain it."""
         payloads = [message.value() for message in messages]
         named = hps_table(topic)
         if named is None:
-            return decode_native(payloads, longest=self._longest)
+            decoded = decode_native(payloads, longest=self._longest)
+            return decoded.faults(), list(decoded.updates)
         name = "/".join(named)
-        table = self._topics.tables.get(name)
-        if table is None:
+        # Versions of a model may differ in a table's shape, which the messages do not contain.
+        shapes = dict.fromkeys((t.dim, t.key_bits) for t in self._topics.served(name))
+        if not shapes:
             return None
         records = ConsumerRecords(
             payloads,
@@ -74,13 +82,14 @@ class MessageDecoder:
             np.array([message.offset() for message in messages], np.int64),
             [message.key() for message in messages],
         )
-        return decode_hps(records, name, table.dim, key_bits=table.key_bits, longest=self._longest)
-
-    def _fault(self, update: TableUpdate) -> Reason | None:
-        table = self._topics.tables.get(update.table)
-        if table is None:
-            return Reason.UNKNOWN_TABLE
-        return None if update.changes.vectors.shape[1] == table.dim else Reason.ROW_SIZE
+        faults: dict[int, Fault] | None = None
+        updates: list[TableUpdate] = []
+        for dim, bits in shapes:
+            decoded = decode_hps(records, name, dim, key_bits=bits, longest=self._longest)
+            found = {fault[0]: fault for fault in decoded.faults()}
+            faults = found if faults is None else {i: faults[i] for i in faults.keys() & found}
+            updates += [replace(each, key_bits=bits) for each in decoded.updates]
+        return sorted((faults or {}).values()), updates
 
 
 def traceparents(messages: Sequence[Any]) -> list[str]:

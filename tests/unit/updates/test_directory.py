@@ -28,7 +28,7 @@ from tests.support.letters import Letters
 
 ITEMS = EmbeddingTable.make("items", 2, model="m")
 USERS = EmbeddingTable.make("users", 3, model="m", dtype=np.float16)
-TABLES = {"m/items": ITEMS, "m/users": USERS}
+TABLES = {"m/items": (ITEMS,), "m/users": (USERS,)}
 NOW_MS = int(time.time() * 1000)
 
 
@@ -51,7 +51,7 @@ class Harness:
     def __init__(self, folder, **given) -> None:
         self.folder = folder / "updates"
         self.store = RocksDbTier(folder / "db")
-        self.store.open_tables(list(TABLES.values()))
+        self.store.open_tables([ITEMS, USERS])
         self.metrics, self.letters = Metrics(), Letters()
         self.open(**given)
 

@@ -24,6 +24,7 @@ from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import MESSAGE, TableUpdate, UpdateBatch
 from hps.updates.stream_positions import FedStore
+from hps.updates.topics import by_name
 from tests.support.letters import Letters
 from tests.support.waiting import until
 
@@ -108,7 +109,12 @@ class Node:
             lambda _topic: self.tables, lambda *_: None, other_writer
         )
         self.ingestor = Ingestor(
-            stream, stream.tables, self.positions, self.writer, Letters(), UpdateMeter(Metrics())
+            stream,
+            by_name(self.tables),
+            self.positions,
+            self.writer,
+            Letters(),
+            UpdateMeter(Metrics()),
         )
         stream.start_offset = self.positions.start_offset
 

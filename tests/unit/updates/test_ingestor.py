@@ -30,7 +30,7 @@ from tests.support.waiting import until
 
 ITEMS = EmbeddingTable.make("items", 2, model="m")
 USERS = EmbeddingTable.make("users", 2, model="m", dtype=np.float16, key_bits=32)
-TABLES = {"m/items": ITEMS, "m/users": USERS}
+TABLES = {"m/items": (ITEMS,), "m/users": (USERS,)}
 NOW_MS = int(time.time() * 1000)
 
 
