@@ -108,6 +108,10 @@ class UpdatesSettings(StrictModel):
     """Treatment of requests while rows are stale: answered with `hps_stale_s`, or rejected (503)."""
     max_lag_at_switch: int = Field(0, ge=0)
     """Messages that a version may miss when it is loaded or switched to, besides those of the last second."""
+    hold_for_dense: bool = False
+    """Let rows of a newer network than the current version's wait until that version is the current one."""
+    hold_at_most_s: float = Field(3600.0, gt=0)
+    """The longest such wait; then the rows are applied, logged and counted."""
     promote_queue_keys: int = Field(1 << 20, ge=1)
     """Queued keys for promotion into the caches; more are dropped and counted."""
     kafka: KafkaSettings | None = None
@@ -124,3 +128,11 @@ class UpdatesSettings(StrictModel):
         elif self.max_staleness_s is None and self.on_stale != "flag":
             needed = "needs max_staleness_s: the age from which rows are stale"
             yield finding("on_stale", f"is {self.on_stale}, which {needed}", "max_staleness_s")
+        if self.hold_for_dense and self.kafka is None:
+            message = "needs updates.kafka: rows wait in the topic; files are applied as they come"
+            yield finding("hold_for_dense", message, "kafka")
+        elif (
+            self.hold_for_dense and self.kafka is not None and self.kafka.shared_writer == "ingest"
+        ):
+            message = "needs the writer nodes: `hps ingest` does not know which version is live"
+            yield finding("hold_for_dense", message, "kafka.shared_writer")

@@ -17,6 +17,7 @@ from hps.errors import ConfigError
 from hps.models.ps_json import ps_json_models, repository_with
 from hps.models.remote import CancelOn
 from hps.node.caches import NodeCaches
+from hps.node.dense_skew import publish_dense_skew
 from hps.node.gpu_caches import NodeGpus
 from hps.node.model_control import ModelControl
 from hps.node.model_opening import OpenedModel, open_model, tables_of, watermarks_of
@@ -34,7 +35,7 @@ from hps.node.stores import NodeStores
 from hps.node.streams import Limited, UpdateStreams
 from hps.node.tier_status import publish_process, publish_tiers
 from hps.node.version_choice import ChoiceFile, VersionChoice
-from hps.node.version_loader import NodeParts, made_at
+from hps.node.version_loader import NodeParts, made_at, network_limits
 from hps.node.version_start import versions_at_start
 from hps.node.version_switcher import VersionSwitcher
 from hps.observability import metric_names as m
@@ -165,7 +166,9 @@ class _NodeBuilder:
             if self._choices[each.version.name].current == each.version.version
         ]
         tables = tables_of(current)
-        return UpdateStreams(tables, self._metrics, self._resources, watermarks_of(current))
+        updates = self._settings.updates
+        hold_s = updates.hold_at_most_s if updates.hold_for_dense else None
+        return UpdateStreams(tables, self._metrics, self._resources, watermarks_of(current), hold_s)
 
     def _serving_context(self) -> ServingContext:
         """Meter the tiers, open the thread pools and bridge the GPU caches to host memory."""
@@ -231,6 +234,9 @@ class _NodeBuilder:
         shared = self._stores.update_targets(shared=True)
         both = [*own, *shared]
         streams.write_directly(both, writer, self._devices.static)
+        current = {name: each.version for name, each in node.models.items()}
+        streams.limit_networks(network_limits(self._opened, current))
+        publish_dense_skew(self._metrics, streams, self._opened)
         directory, kafka = self._settings.updates.directory, self._settings.updates.kafka
         if directory is not None:
             streams.read_folder(directory, both, writer)

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 from hps.config.update_settings import DirectorySettings, KafkaSettings
-from hps.observability.meters import StreamMeter, UpdateMeter
+from hps.observability.meters import StreamMeter, TrainedWith, UpdateMeter
 from hps.observability.metrics import Metrics
 from hps.types import EmbeddingTable
 from hps.updates.arrival_times import PendingUpdates
@@ -77,6 +77,15 @@ class UpdateReader:
             "stores": self.ingestor.store_names,
             "caches": self.ingestor.refreshes,
             "lag": None if lag is None else sum(lag.values()),
+            "held": [
+                {
+                    "topic": at[0],
+                    "partition": at[1],
+                    "offset": rows.offset,
+                    "network": rows.dense_version,
+                }
+                for at, rows in sorted(self.source.held().items())
+            ],
             "partitions": [
                 {"topic": topic, "partition": partition, "lag": messages}
                 for (topic, partition), messages in sorted((lag or {}).items())
@@ -112,13 +121,17 @@ class StreamReaders:
         watermarks: Watermarks,
         metrics: Metrics,
         resources: ExitStack,
+        hold_s: float | None = None,
     ) -> None:
+        """``hold_s``: see `ServedTables`."""
         self.streams: list[UpdateReader] = []
+        self.networks: dict[EmbeddingTable, TrainedWith] = {}
+        """The newest network and step of the rows that each table got."""
         self.tables = list(dict.fromkeys(tables))
         self._watermarks = watermarks
-        self._served = ServedTables(self.tables)
+        self.served = ServedTables(self.tables, hold_s)
         self._metrics = metrics
-        self._meter = UpdateMeter(metrics)
+        self._meter = UpdateMeter(metrics, networks=self.networks)
         self._kept = KeptLetters()
         self._resources = resources
         self.applied_files: AppliedFiles | None = None
@@ -163,7 +176,9 @@ class StreamReaders:
         Readers start at the stores' positions. A paused reader stays paused."""
         self._watermarks = watermarks
         self.tables = list(dict.fromkeys(tables))
-        self._served.set(self.tables)
+        self.served.set(self.tables)
+        for table in self.networks.keys() - set(self.tables):
+            self.networks.pop(table, None)
         for feed in [*self._feeds]:
             kept = [table for table in feed.tables if table in set(self.tables)]
             if not kept and feed is not self._feeds[0]:
@@ -192,7 +207,17 @@ class StreamReaders:
         ready = [feed for feed in later if feed.caught_up or has_caught_up(feed)]
         for feed in ready:
             feed.caught_up = True
-        return ready if ready and not self._follows and has_caught_up(first) else []
+        if not ready or self._follows or not has_caught_up(first):
+            return []
+        return [feed for feed in ready if self._limits(feed) == self._limits(first, feed)]
+
+    def _limits(self, feed: Feed, of: Feed | None = None) -> set[tuple[str, int]]:
+        """Networks whose rows the models of ``of`` (default: of ``feed``) may get in ``feed``.
+
+        Where they differ, one feed cannot have all: its rows wait for the lower limit."""
+        models = {table.model for table in (of or feed).tables}
+        tables = [table for table in feed.tables if table.model in models]
+        return {(table.model, self.served.limit(table)) for table in tables}
 
     def join(self, feeds: Sequence[Feed]) -> None:
         """Let the first feed have the tables of these, too."""
@@ -266,7 +291,7 @@ class StreamReaders:
         feed: Feed,
     ) -> None:
         is_first = feed.number == 1
-        topics = TopicTables(feed.tables, settings.takes, self._served, alone=is_first)
+        topics = TopicTables(feed.tables, settings.takes, self.served, alone=is_first)
         fed_by = settings.shared_group if followed and followed.info.shared else group
         hps = self._hps_progress(settings, fed_by, followed, feed)
         if followed is None:
@@ -287,7 +312,9 @@ class StreamReaders:
         )
         dead_letters = DeadLetterTopic(settings, self._kept)
         feed.resources.callback(dead_letters.close)
-        meter = self._meter if feed.caught_up else UpdateMeter(self._metrics, is_replay=True)
+        meter = self._meter
+        if not feed.caught_up:
+            meter = UpdateMeter(self._metrics, is_replay=True, networks=self.networks)
         ingestor = Ingestor(source, topics.tables, positions, caches, dead_letters, meter)
         pending = PendingMessages(source.cluster, source, topics.names)
         self._start(feed, name, "kafka", source, ingestor, pending, topics.readers)

@@ -21,7 +21,7 @@ from hps.config.update_settings import NODE, DirectorySettings, KafkaSettings
 from hps.errors import BadRequest, NotFound, Unavailable
 from hps.node.stream_readers import Feed, StreamReaders, UpdateReader, Watermarks
 from hps.observability import metric_names as m
-from hps.observability.meters import UpdateMeter
+from hps.observability.meters import TrainedWith, UpdateMeter
 from hps.observability.metrics import Metrics
 from hps.periodic import PeriodicThread
 from hps.tiers.positions import TopicPartition
@@ -56,10 +56,12 @@ class UpdateStreams:
         metrics: Metrics,
         resources: ExitStack,
         watermarks: Watermarks | None = None,
+        hold_s: float | None = None,
     ) -> None:
+        """``hold_s``: how long rows of a network that is not live wait at most; None: they do not."""
         self._resources = resources
         self._meter = UpdateMeter(metrics)
-        self._readers = StreamReaders(tables, watermarks or {}, metrics, resources)
+        self._readers = StreamReaders(tables, watermarks or {}, metrics, resources, hold_s)
         self._direct: DirectWriter | None = None
         self._changing = threading.Lock()  # held while readers start and end
         # The instant up to which each table had all updates when the readers last restarted. Some of these
@@ -69,6 +71,7 @@ class UpdateStreams:
             if reason.fault:  # now: else an alert misses the first increment
                 metrics.counter(m.UPDATE_DEAD, reason.name.lower())
         metrics.gauges(m.UPDATE_LAG, self._lags)
+        metrics.gauges(m.UPDATE_HELD, self._held)
         metrics.gauges(m.UPDATE_AGE, self._ages)
         metrics.gauges(m.UPDATE_PAUSED, self._each(lambda stream: stream.thread.paused))
         metrics.gauges(m.UPDATE_PROBLEM, self._each(lambda stream: bool(stream.problem)))
@@ -131,6 +134,16 @@ class UpdateStreams:
             self._note_ages(updated)
             self._readers.set_tables(updated, watermarks)
 
+    def limit_networks(self, limits: Mapping[EmbeddingTable, int]) -> None:
+        """Set the highest dense version of the rows that each table may get; see `ServedTables`."""
+        self._readers.served.limits = limits
+
+    def trained_with(self, tables: Iterable[EmbeddingTable]) -> TrainedWith:
+        """The newest network and step of the rows that ``tables`` got from streams; 0 for none."""
+        found = [self._readers.networks.get(table, (0, 0)) for table in tables]
+        networks, steps = zip(*found, strict=True) if found else ((0,), (0,))
+        return max(networks), max(steps)
+
     def _note_ages(self, updated: Iterable[EmbeddingTable] = ()) -> None:
         """Record up to when each table has all updates, before its reader ends."""
         now = time.time()
@@ -164,7 +177,8 @@ class UpdateStreams:
                 why = stream.ingestor.problem or stream.source.problem
                 suffix = f": {why}" if why else ""
                 return f"{stream.group} does not know its partitions or offsets yet{suffix}"
-            waiting = sum(lag.values())
+            held = stream.source.held()
+            waiting = sum(messages for at, messages in lag.items() if at not in held)
             if waiting > max_lag and not _arrived_lately(stream, tables):
                 limit = f", and updates.max_lag_at_switch allows {max_lag}" if max_lag else ""
                 return f"{stream.group} has {waiting} messages to apply{limit}"
@@ -317,7 +331,9 @@ class UpdateStreams:
             lag = stream.source.lag()
             if lag is None or stream.thread.paused or stream.ingestor.is_waiting:
                 return False
-            if any(lag.values()) and not _arrived_lately(stream, feed.tables):
+            held = stream.source.held()
+            late = any(messages for at, messages in lag.items() if at not in held)
+            if late and not _arrived_lately(stream, feed.tables):
                 return False
         return True
 
@@ -352,6 +368,12 @@ class UpdateStreams:
             for (topic, partition), messages in (stream.source.lag() or {}).items():
                 yield (stream.group, topic, str(partition)), messages
 
+    def _held(self) -> Iterable[tuple[tuple[str, ...], float]]:
+        for stream in self._readers.streams:
+            lag = stream.source.lag() or {}
+            for topic, partition in stream.source.held():
+                yield (stream.group, topic, str(partition)), lag.get((topic, partition), 0)
+
     def _each(
         self, read: Callable[[UpdateReader], bool]
     ) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
@@ -371,10 +393,11 @@ class UpdateStreams:
 
 def _arrived_lately(stream: UpdateReader, tables: Collection[EmbeddingTable]) -> bool:
     """True if all unapplied messages for ``tables`` are known to have arrived just now."""
+    held = stream.source.held()
     ages_s = [
         age_s
-        for (topic, _partition), age_s in stream.pending.ages_s().items()
-        if any(table in tables for table in stream.readers(topic))
+        for at, age_s in stream.pending.ages_s().items()
+        if at not in held and any(table in tables for table in stream.readers(at[0]))
     ]
     known = [age_s for age_s in ages_s if age_s is not None]
     return len(known) == len(ages_s) and 0 < max(known, default=0.0) < _NEARLY_S

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -108,7 +108,13 @@ class VersionLoader:
         """Let the update streams feed the tables of ``models``, and no others."""
         if self._closed.is_set():
             return
+        self.limit_networks(models)
         self._node.streams.set_tables(tables_of(models), watermarks_of(models))
+
+    def limit_networks(self, models: Collection[OpenedModel]) -> None:
+        """Let the update streams apply rows up to the networks of ``models``; see `network_limits`."""
+        current = {name: each.version for name, each in self._node.models.items()}
+        self._node.streams.limit_networks(network_limits(models, current))
 
     def catch_up(self, model: OpenedModel, current: OpenedModel | None) -> None:
         """Wait until the update streams have fed ``model`` as far as the ``current`` version.
@@ -182,3 +188,21 @@ def made_at(opened: Iterable[OpenedModel]) -> dict[EmbeddingTable, int]:
         for model in opened
         for name, table in model.tables.items()
     }
+
+
+def network_limits(
+    models: Collection[OpenedModel], current: Mapping[str, int]
+) -> dict[EmbeddingTable, int]:
+    """The newest network, by its version, whose rows each table of the served ``models`` may get.
+
+    The ``current`` version's tables get rows up to its network. Other versions may be ahead of it: their
+    tables get those up to the later of both."""
+    limits: dict[EmbeddingTable, int] = {}
+    for each in models:
+        name, number = each.version.name, each.version.version
+        for table in each.tables.values():
+            limits[table] = max(limits.get(table, 0), number, current.get(name, number))
+    for each in models:
+        if current.get(each.version.name) == each.version.version:
+            limits |= dict.fromkeys(each.tables.values(), each.version.version)
+    return limits

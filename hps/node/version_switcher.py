@@ -234,6 +234,7 @@ class VersionSwitcher:
         versions = [(each.name, each.version) for each in models.versions]
         names = {n: each.as_json() for n, each in models.names.items()}
         dropped = self._attached.serve(versions, names)
+        self.loader.limit_networks(self._opened)
         still = {id(each) for each in models.versions}
         gone = [each for each in former.versions if id(each) not in still]
         self._retire_all(gone, {(each.model, each.version): each for each in dropped})

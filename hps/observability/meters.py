@@ -28,6 +28,7 @@ from hps.observability.metric_names import (
     TIER_SKIPPED,
     UPDATE_BATCH,
     UPDATE_DEAD,
+    UPDATE_HOLD_EXPIRED,
     UPDATE_LOST,
     UPDATE_RESTARTED,
     UPDATE_ROWS,
@@ -231,14 +232,26 @@ class TierMeter:
         return counters
 
 
+TrainedWith = tuple[int, int]
+"""The newest dense version and training step of a table's streamed rows; 0: none."""
+
+
 class UpdateMeter:
     """Counts the rows of update streams; called on the thread that applies them.
 
     ``is_replay``: of old messages for a version that is added, whose ages say nothing about served rows."""
 
-    def __init__(self, metrics: Metrics, *, is_replay: bool = False) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        is_replay: bool = False,
+        networks: dict[EmbeddingTable, TrainedWith] | None = None,
+    ) -> None:
+        """``networks``: gets the newest network and step of the applied rows of each table."""
         self._metrics = metrics
         self._is_replay = is_replay
+        self._networks = {} if networks is None else networks
         self._batches = metrics.histogram(UPDATE_BATCH)
 
     def applied(self, table: EmbeddingTable, result: str, rows: int) -> None:
@@ -256,6 +269,14 @@ class UpdateMeter:
         ages = np.maximum(0.0, time.time() - produced_s)
         self._metrics.histogram(UPDATE_VISIBLE, table.model, table.name, tier).observe_all(
             ages.tolist()
+        )
+
+    def trained(self, table: EmbeddingTable, messages: NDArray[Any]) -> None:
+        """Record the dense versions and steps of applied ``messages (k,)`` of dtype `MESSAGE`."""
+        network, step = self._networks.get(table, (0, 0))
+        self._networks[table] = (
+            max(network, int(messages["dense_version"].max(initial=0))),
+            max(step, int(messages["step"].max(initial=0))),
         )
 
     def took(self, seconds: float) -> None:
@@ -276,6 +297,10 @@ class StreamMeter:
     def lost(self, topic: str, messages: int) -> None:
         """Count messages that Kafka dropped before they were applied."""
         self._metrics.counter(UPDATE_LOST, self._group, topic).add(messages)
+
+    def hold_expired(self, topic: str) -> None:
+        """Count a partition whose rows waited for their network for as long as is allowed."""
+        self._metrics.counter(UPDATE_HOLD_EXPIRED, self._group, topic).add()
 
     def restarted(self, topic: str) -> None:
         """Count a partition that is read from its beginning again."""

@@ -9,6 +9,20 @@ MODELS = (
     MetricSpec(m.MODEL_VERSION, "gauge", ("model",), "Current version of the model."),
     MetricSpec(m.MODEL_SERVED, "gauge", ("model", "version"), "Served versions; 1: current."),
     MetricSpec(m.MODEL_LABEL, "gauge", ("model", "label"), "Version with this label."),
+    MetricSpec(
+        m.MODEL_DENSE_SKEW,
+        "gauge",
+        ("model", "version"),
+        "Dense version of the newest streamed row, minus the version of the network that uses it; above 0: "
+        "rows are ahead.",
+    ),
+    MetricSpec(
+        m.MODEL_STEP_SKEW,
+        "gauge",
+        ("model", "version"),
+        "Training step of the newest streamed row, minus that of the network (step in the manifest's "
+        "metadata).",
+    ),
     MetricSpec(m.MODEL_SWITCHES, "counter", ("model", "reason"), "Changes of the current version."),
     MetricSpec(
         m.MODEL_WARM_UPS,

@@ -325,6 +325,18 @@ _UPDATES = (
         "Update messages in Kafka that this group's reader has not polled yet.",
     ),
     MetricSpec(
+        m.UPDATE_HELD,
+        "gauge",
+        ("group", "topic", "partition"),
+        "Those of them that wait until the network of their rows is live (updates.hold_for_dense).",
+    ),
+    MetricSpec(
+        m.UPDATE_HOLD_EXPIRED,
+        "counter",
+        ("group", "topic"),
+        "Waits for a network that ended without it, after updates.hold_at_most_s; the rows were applied.",
+    ),
+    MetricSpec(
         m.UPDATE_PAUSED,
         "gauge",
         ("group",),

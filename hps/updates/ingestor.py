@@ -218,6 +218,7 @@ class Ingestor:
             self._observe.visible(table, CACHES, made_s)
         self._observe.applied(table, "upserted", len(changes.keys))
         self._observe.applied(table, "deleted", len(changes.deleted))
+        self._observe.trained(table, update.messages)
         self.newest_s[table] = max(self.newest_s.get(table, 0.0), float(made_s.max()))
 
     def _usable(self, table: EmbeddingTable, update: TableUpdate) -> TableChanges:

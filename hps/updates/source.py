@@ -6,8 +6,9 @@ commits (`hps.tiers.positions`)."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -37,6 +38,18 @@ class TableUpdate:
     numbers: NDArray[Any]
     ends: Sequence[StreamPosition] = ()
     key_bits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRows:
+    """A message whose rows wait until their network is live, with those after it in its partition.
+
+    ``offset`` of the message, ``table`` by its name in it; ``since_s``: on the monotonic clock."""
+
+    offset: int
+    table: str
+    dense_version: int
+    since_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +88,7 @@ class UpdateBatch:
 
 
 class UpdateSource(Protocol):
-    """A source of updates, used by one thread except for ``problem`` and `lag`.
+    """A source of updates, used by one thread except for ``problem``, `lag` and `held`.
 
     Messages of one key arrive in the order in which they were sent."""
 
@@ -88,6 +101,10 @@ class UpdateSource(Protocol):
         """Lag by topic and partition, in messages or files, a moment ago.
 
         None while the partitions are unknown."""
+        ...
+
+    def held(self) -> Mapping[tuple[str, int], HeldRows]:
+        """Partitions that wait for a network (`updates.hold_for_dense`)."""
         ...
 
     def poll(self, timeout_s: float) -> UpdateBatch | None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
+
 from hps.types import EmbeddingTable
 from hps.updates.codec import hps_topic
 from hps.updates.source import Reason, TableUpdate
 
+_ANY_VERSION = (1 << 64) - 1
 NamedTables = Mapping[str, Sequence[EmbeddingTable]]
 """Tables by their name in messages, `model/table`: one for each served version that has the table."""
 
@@ -43,15 +46,31 @@ def misfit(tables: Sequence[EmbeddingTable], update: TableUpdate) -> Reason | No
 
 
 class ServedTables:
-    """Tables of all served versions, also of those that other readers feed.
+    """Tables of all served versions, also of those that other readers feed, and the networks they may serve.
 
-    Any thread may read ``by_name``; `set` replaces it."""
+    ``hold_s``: rows of a newer network than a table's limit wait for as long at most; None: they do not. Any
+    thread may read; one at a time may call `set`, and set ``limits``, both of which replace what is read."""
 
-    def __init__(self, tables: Iterable[EmbeddingTable] = ()) -> None:
+    def __init__(self, tables: Iterable[EmbeddingTable] = (), hold_s: float | None = None) -> None:
         self.by_name: NamedTables = by_name(tables)
+        self.hold_s = hold_s
+        self.limits: Mapping[EmbeddingTable, int] = {}
+        """Highest dense version of rows by table; without a limit, all are applied."""
+        self._passed: dict[EmbeddingTable, int] = {}
 
     def set(self, tables: Iterable[EmbeddingTable]) -> None:
         self.by_name = by_name(tables)
+
+    def limit(self, table: EmbeddingTable) -> int:
+        """The highest dense version of rows that ``table`` may get now."""
+        if self.hold_s is None or table not in self.limits:
+            return _ANY_VERSION
+        return max(self.limits[table], self._passed.get(table, 0))
+
+    def let_pass(self, tables: Iterable[EmbeddingTable], dense_version: int) -> None:
+        """Apply rows up to ``dense_version`` from now on: they have waited long enough."""
+        for table in tables:
+            self._passed[table] = max(dense_version, self._passed.get(table, 0))
 
 
 class TopicTables:
@@ -94,6 +113,34 @@ class TopicTables:
             return fed
         others = self._served.by_name.get(name, ())
         return [*fed, *(each for each in others if each not in fed and self._models(each.model))]
+
+    def newer(self, update: TableUpdate) -> list[int]:
+        """Numbers of the messages of ``update`` whose network is newer than their tables may serve."""
+        limit = self._limit(update.table)
+        if limit == _ANY_VERSION:
+            return []
+        found: list[int] = np.flatnonzero(update.messages["dense_version"] > limit).tolist()
+        return found
+
+    def may_apply(self, name: str, dense_version: int) -> bool:
+        """True if the tables of this name may get rows of the network ``dense_version``."""
+        return dense_version <= self._limit(name)
+
+    def let_pass(self, name: str, dense_version: int) -> None:
+        """See `ServedTables.let_pass`."""
+        if self._served is not None:
+            self._served.let_pass(self.tables.get(name, ()), dense_version)
+
+    @property
+    def hold_s(self) -> float:
+        """The longest time for which rows wait for their network."""
+        return 0.0 if self._served is None or self._served.hold_s is None else self._served.hold_s
+
+    def _limit(self, name: str) -> int:
+        served, tables = self._served, self.tables.get(name, ())
+        if served is None or served.hold_s is None:
+            return _ANY_VERSION
+        return min(map(served.limit, tables), default=_ANY_VERSION)
 
     def wanted(self, topic: str) -> bool:
         """True if ``topic`` is read; also for an unknown table of these models, to report it."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 import time
 
@@ -73,10 +76,12 @@ def value(node: hps.Node, model: str, key: int, version=None, table="items") -> 
 _SEQUENCE = iter(range(1, 1 << 19))
 
 
-def send(model: str, key: int, number: float, dim: int = 2, table: str = "items") -> None:
+def send(
+    model: str, key: int, number: float, dim: int = 2, table: str = "items", **attributes: int
+) -> None:
     made_ms = int(time.time() * 1000)
     with sending(shared_broker()) as producer:
-        row = native(model, key, number, next(_SEQUENCE), table, dim, made_ms)
+        row = native(model, key, number, next(_SEQUENCE), table, dim, made_ms, **attributes)
         producer.produce(native_topic(model), row)
 
 
@@ -212,3 +217,89 @@ def test_lag_that_is_allowed_does_not_delay_a_switch(settings, publish, model):
             assert node.load(model, 2) == 2
             assert value(node, model, 1) == 2.0
         until(lambda: value(node, model, 1) == 3.0)
+
+
+# -- networks --------------------------------------------------------------------------------------
+
+
+def held(node: hps.Node) -> float:
+    return sum(node.metrics.numbers().get(m.UPDATE_HELD, {}).values())
+
+
+def test_rows_of_a_newer_network_wait_until_it_is_live(settings, publish, model):
+    settings["updates"]["hold_for_dense"] = True
+    publish(2)
+    with hps.open(settings) as node:
+        send(model, 1, 11.0, dense_version=1)
+        until(lambda: value(node, model, 1) == 11.0)
+        send(model, 2, 22.0, dense_version=2)
+        send(model, 3, 13.0, dense_version=1)  # behind it in its partition
+        until(lambda: held(node) == 2)
+        assert [value(node, model, key) for key in (2, 3)] == [1.0, 1.0]
+        (stream,) = node.streams.status()
+        network = {"topic": native_topic(model), "partition": 0, "offset": 1, "network": 2}
+        assert (stream["held"], stream["problem"]) == ([network], None)
+        node.load(model, 2, switch=False)
+        assert [value(node, model, key, 2) for key in (1, 2, 3)] == [11.0, 22.0, 13.0]
+        assert value(node, model, 2) == 1.0, "version 1 is the current one still"
+        node.switch(model, 2)
+        until(lambda: [value(node, model, key, 1) for key in (2, 3)] == [22.0, 13.0])
+        until(lambda: held(node) == 0)
+        until(lambda: groups(node) == ["hps.node.here"])
+
+
+def test_rows_stop_waiting_after_the_longest_time(settings, publish, model):
+    settings["updates"] |= {"hold_for_dense": True, "hold_at_most_s": 1.0}
+    with hps.open(settings) as node:
+        send(model, 2, 22.0, dense_version=2)
+        until(lambda: held(node) == 1)
+        until(lambda: value(node, model, 2) == 22.0)
+        expired = node.metrics.numbers()[m.UPDATE_HOLD_EXPIRED]
+        assert expired == {("hps.node.here", native_topic(model)): 1}
+        send(model, 3, 33.0, dense_version=2)
+        until(lambda: value(node, model, 3) == 33.0)
+
+
+_HELD = """
+import json, sys, time, hps
+node = hps.open(json.loads(sys.argv[1]))
+while not node.streams.status()[0]["held"]:
+    time.sleep(0.05)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_waiting_rows_survive_kill_9(settings, publish, model):
+    settings["updates"]["hold_for_dense"] = True
+    publish(2)
+    send(model, 1, 11.0, dense_version=1)
+    send(model, 2, 22.0, dense_version=2)
+    send(model, 3, 13.0)
+    given = [sys.executable, "-c", _HELD, json.dumps(settings)]
+    for _ in range(2):
+        with subprocess.Popen(given, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout.readline() == "held\n"
+            finally:
+                process.kill()
+    with hps.open(settings) as node:
+        until(lambda: held(node) == 2)
+        assert [value(node, model, key) for key in (1, 2, 3)] == [11.0, 1.0, 1.0]
+        node.load(model, 2)
+        assert [value(node, model, key) for key in (1, 2, 3)] == [11.0, 22.0, 13.0]
+
+
+def test_skew_between_rows_and_networks_is_measured(settings, publish, model):
+    publish(2, metadata={"step": 900})
+    with hps.open(settings) as node:
+        assert not node.metrics.numbers()[m.MODEL_DENSE_SKEW]
+        send(model, 1, 11.0, dense_version=3, step=1000)
+        until(lambda: value(node, model, 1) == 11.0)
+        until(lambda: node.metrics.numbers().get(m.MODEL_DENSE_SKEW) == {(model, "1"): 2})
+        assert not node.metrics.numbers().get(m.MODEL_STEP_SKEW), "version 1 states no step"
+        node.load(model, 2)
+        until(
+            lambda: node.metrics.numbers()[m.MODEL_DENSE_SKEW] == {(model, "1"): 2, (model, "2"): 1}
+        )
+        assert node.metrics.numbers()[m.MODEL_STEP_SKEW] == {(model, "2"): 100}

@@ -128,9 +128,16 @@ def sending(broker):
 
 
 def native(
-    model: str, key: int, value: float, sequence: int, table="items", dim=2, made_ms=NOW_MS
+    model: str,
+    key: int,
+    value: float,
+    sequence: int,
+    table="items",
+    dim=2,
+    made_ms=NOW_MS,
+    **attributes: int,
 ) -> bytes:
-    """One row; a deletion where ``value`` is NaN."""
+    """One row; a deletion where ``value`` is NaN. ``attributes``: of `MessageAttributes`."""
     version = np.array([make_version(made_ms, sequence)], np.uint64)
     none = (np.empty(0, np.int64), np.empty(0, np.uint64))
     row = np.full((1, dim), value, np.float32)
@@ -138,5 +145,7 @@ def native(
         changes = TableChanges(none[0], row[:0], none[1], np.array([key]), version)
     else:
         changes = TableChanges(np.array([key]), row, version, *none)
-    (message,) = encode_native(f"{model}/{table}", changes, MessageAttributes(made_ms))
+    (message,) = encode_native(
+        f"{model}/{table}", changes, MessageAttributes(made_ms, **attributes)
+    )
     return message

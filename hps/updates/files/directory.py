@@ -22,7 +22,7 @@ from hps.config.update_settings import DirectorySettings
 from hps.errors import ConfigError, Unavailable
 from hps.tiers.positions import TopicPartition
 from hps.updates.files.update_files import ENDINGS, UpdateFile
-from hps.updates.source import DeadLetter, UpdateBatch
+from hps.updates.source import DeadLetter, HeldRows, UpdateBatch
 from hps.updates.topics import NamedTables
 
 log = logging.getLogger(__name__)
@@ -127,6 +127,10 @@ class DirectorySource:
         if not self._was_listed:
             return None
         return {(str(self._folder), 0): len(self._names) + (self._reading is not None)}
+
+    def held(self) -> dict[TopicPartition, HeldRows]:
+        """None: files do not wait for a network."""
+        return {}
 
     def close(self) -> None:
         self._stop()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from hps.tiers.positions import StreamPosition
+from hps.tiers.positions import StreamPosition, TopicPartition
 from hps.tracing import traceparent_of
 from hps.updates.codec import ConsumerRecords, decode_hps, decode_native, hps_table
 from hps.updates.future_versions import drop_future_versions
 from hps.updates.kafka.client import attempt_of
-from hps.updates.source import DeadLetter, Reason, TableUpdate
+from hps.updates.source import DeadLetter, HeldRows, Reason, TableUpdate
 from hps.updates.topics import TopicTables, misfit
 
 Fault = tuple[int, Reason, int]
@@ -21,6 +21,15 @@ Fault = tuple[int, Reason, int]
 
 # The largest number of links that OpenTelemetry keeps per span.
 _LINKS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedPoll:
+    """Updates, messages that can never be applied, and where a partition has rows of a newer network."""
+
+    updates: list[TableUpdate]
+    dead: list[DeadLetter]
+    held: dict[TopicPartition, HeldRows]
 
 
 class MessageDecoder:
@@ -34,13 +43,14 @@ class MessageDecoder:
         self._longest = longest
         self._ahead_s = ahead_s
 
-    def decoded(self, messages: Sequence[Any]) -> tuple[list[TableUpdate], list[DeadLetter]]:
-        """Updates in ``messages`` of any topics, and messages that can never be applied."""
+    def decoded(self, messages: Sequence[Any]) -> DecodedPoll:
+        """Decode ``messages`` of any topics."""
         by_topic: dict[str, list[Any]] = {}
         for message in messages:
             by_topic.setdefault(message.topic(), []).append(message)
         updates: list[TableUpdate] = []
         dead: list[DeadLetter] = []
+        held: dict[TopicPartition, HeldRows] = {}
         for topic, some in by_topic.items():
             decoded = self._decode(topic, some)
             if decoded is None:
@@ -56,9 +66,21 @@ class MessageDecoder:
                 kept, ahead = drop_future_versions(update, self._ahead_s)
                 dead += [_letter(some[i], Reason.AHEAD, 0) for i in ahead]
                 if kept is not None:
+                    self._find_held(kept, some, held)
                     ends = _ends([some[i] for i in kept.numbers.tolist()])
                     updates.append(replace(kept, ends=ends))
-        return updates, dead
+        return DecodedPoll(updates, dead, held)
+
+    def _find_held(
+        self, update: TableUpdate, messages: list[Any], held: dict[TopicPartition, HeldRows]
+    ) -> None:
+        """Add the first message of each partition whose rows belong to a network that is not live yet."""
+        for i in self._topics.newer(update):
+            message = messages[update.numbers[i]]
+            at, offset = (message.topic(), message.partition()), message.offset()
+            if at not in held or offset < held[at].offset:
+                version = int(update.messages["dense_version"][i])
+                held[at] = HeldRows(offset, update.table, version)
 
     def _decode(
         self, topic: str, messages: list[Any]

@@ -10,6 +10,7 @@ import confluent_kafka as ck
 from hps.tiers.positions import TopicPartition
 from hps.updates.kafka.cluster import KafkaCluster, Topic
 from hps.updates.kafka.start_positions import PartitionProgress, StartPositions
+from hps.updates.source import HeldRows
 
 _RETRY_S = 0.5  # retry interval for what Kafka did not answer
 
@@ -17,7 +18,7 @@ _RETRY_S = 0.5  # retry interval for what Kafka did not answer
 class AssignedPartitions:
     """The partitions that a reader has; used by its polling thread.
 
-    Any thread may call `applied`, `waiting` and `record_ends`."""
+    Any thread may call `applied`, `waiting`, `held` and `record_ends`."""
 
     def __init__(self, starts: StartPositions) -> None:
         self.moved = False
@@ -54,11 +55,28 @@ class AssignedPartitions:
             reading.end = ends.get(partition, reading.end)
 
     def assignment(self) -> list[ck.TopicPartition]:
-        """Each partition with the offset to poll next, or the first after it that Kafka keeps."""
+        """Each polled partition with the offset to poll next, or the first after it that Kafka keeps."""
         return [
             ck.TopicPartition(*partition, max(each.next, each.low))
             for partition, each in self.items()
+            if each.held is None
         ]
+
+    def held(self) -> dict[TopicPartition, HeldRows]:
+        """Partitions that are not polled, since their next rows wait for a network. Any thread may call."""
+        found = {partition: each.held for partition, each in dict(self._progress).items()}
+        return {partition: held for partition, held in found.items() if held is not None}
+
+    def hold(self, held: Mapping[TopicPartition, HeldRows]) -> None:
+        """Do not poll these partitions; the caller sets `next` to the message that waits."""
+        for partition, rows in held.items():
+            if (reading := self.get(partition)) is not None:
+                reading.held, self.moved = rows, True
+
+    def release(self, partition: TopicPartition) -> None:
+        """Poll a partition again from the message that waited."""
+        if (reading := self.get(partition)) is not None:
+            reading.held, self.moved = None, True
 
     def set_partitions(self, partitions: Collection[TopicPartition]) -> None:
         """Set the partitions to read."""
@@ -106,7 +124,7 @@ class AssignedPartitions:
     def rewind(self) -> None:
         """Poll unapplied messages again."""
         for reading in self._progress.values():
-            reading.next = reading.applied
+            reading.next, reading.held = reading.applied, None
         self.moved = True
 
     def clear(self) -> None:

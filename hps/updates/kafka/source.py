@@ -26,7 +26,7 @@ from hps.updates.kafka.hps_group import ReaderGroup
 from hps.updates.kafka.message_decoder import MessageDecoder, traceparents
 from hps.updates.kafka.partition_progress import AssignedPartitions
 from hps.updates.kafka.start_positions import StartPositions
-from hps.updates.source import UpdateBatch
+from hps.updates.source import HeldRows, UpdateBatch
 from hps.updates.stream_positions import StreamPositions
 from hps.updates.topics import TopicTables
 
@@ -57,6 +57,7 @@ class KafkaSource:
     ) -> None:
         self._group = group.name
         self._topics = topics
+        self._meter = meter
         self._options = {
             "error_cb": self._report,
             "group.id": group.name,
@@ -163,6 +164,10 @@ class KafkaSource:
         is_known = self._is_started and self._readings.complete
         return self._readings.waiting() if is_known else None
 
+    def held(self) -> dict[TopicPartition, HeldRows]:
+        """See `UpdateSource`. Any thread may call."""
+        return self._readings.held()
+
     def record_ends(self, ends: Mapping[TopicPartition, int]) -> None:
         """Record end offsets that were read in parallel. Any thread may call.
 
@@ -244,9 +249,41 @@ class KafkaSource:
             self._known_topics or {}, self.cluster, self._consumer
         ):
             self._uncommitted.pop(partition, None)
+        self._release_held()
         if readings.moved or self._is_resting:
             self._consumer.assign(readings.assignment())
             readings.moved = self._is_resting = False
+
+    def _release_held(self) -> None:
+        """Continue partitions whose rows wait for a network that is live now, or have waited long enough."""
+        for partition, rows in self._readings.held().items():
+            waited_s, longest_s = time.monotonic() - rows.since_s, self._topics.hold_s
+            if not self._topics.may_apply(rows.table, rows.dense_version):
+                if waited_s < longest_s:
+                    continue
+                log.error(
+                    "%s/%d: rows of network %d have waited for %.0f s (updates.hold_at_most_s) and are applied, "
+                    "although it is not live: load that version of the model, or stop its trainer",
+                    *partition, rows.dense_version, waited_s,
+                )  # fmt: skip
+                self._topics.let_pass(rows.table, rows.dense_version)
+                self._meter.hold_expired(partition[0])
+            self._readings.release(partition)
+
+    def _hold(self, messages: list[Any], held: Mapping[TopicPartition, HeldRows]) -> list[Any]:
+        """Stop partitions at rows of a newer network; returns the messages before these."""
+        for partition, rows in held.items():
+            log.info(
+                "%s/%d: rows from %d on wait: they belong to network %d of %s, which is not live",
+                *partition, rows.offset, rows.dense_version, rows.table.partition("/")[0],
+            )  # fmt: skip
+        self._readings.hold(held)
+        return [
+            each
+            for each in messages
+            if (first := held.get((each.topic(), each.partition()))) is None
+            or each.offset() < first.offset
+        ]
 
     def _release_partitions(self) -> None:
         """Release all partitions: the group may give them to other members."""
@@ -276,6 +313,11 @@ class KafkaSource:
         if not ends:
             return None
         self._last_error = None
+        decoded = self._messages.decoded(messages)
+        if decoded.held:
+            messages = self._hold(messages, decoded.held)
+            ends |= {partition: rows.offset for partition, rows in decoded.held.items()}
+            decoded = self._messages.decoded(messages)
         positions = []
         for partition, end in ends.items():
             if (reading := self._readings.get(partition)) is not None:
@@ -283,9 +325,8 @@ class KafkaSource:
                     StreamPosition(*partition, end, 0 if reading.jumped else reading.next)
                 )
                 reading.next = end
-        updates, dead = self._messages.decoded(messages)
         traces = () if recorder() is None else traceparents(messages)
-        return UpdateBatch(updates, positions, dead, traces)
+        return UpdateBatch(decoded.updates, positions, decoded.dead, traces)
 
     def _failed(self, event: Any) -> None:
         error = event.error()

@@ -15,6 +15,7 @@ from hps.tiers.positions import TopicPartition
 from hps.updates.kafka.client import ANSWER_S, kafka_error_text
 from hps.updates.kafka.cluster import KafkaCluster, Topic
 from hps.updates.kafka.hps_group import ReaderGroup, committed_by, committed_offsets
+from hps.updates.source import HeldRows
 from hps.updates.stream_positions import Readers, StreamPositions
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ class PartitionProgress:
 
     ``next``: to be polled next; ``applied``: up to where the stores have it; ``low``: the first that
     Kafka kept when reading started; ``end``: after the last message; ``jumped``: `next` was set by an
-    operator or from HPS's position, and everything before it counts as applied."""
+    operator or from HPS's position, and everything before it counts as applied. ``held``: rows at `next`
+    that wait for their network."""
 
     topic_id: str
     next: int
@@ -34,6 +36,7 @@ class PartitionProgress:
     low: int
     end: int
     jumped: bool = False
+    held: HeldRows | None = None
 
     @property
     def waiting(self) -> int:
@@ -43,7 +46,7 @@ class PartitionProgress:
     def go_to(self, offset: int) -> None:
         """Continue at ``offset``; messages before it count as applied."""
         self.next = self.applied = offset
-        self.jumped = True
+        self.jumped, self.held = True, None
 
     @property
     def reached(self) -> int:
