@@ -72,6 +72,10 @@ class PublishOptions(KafkaOptions):
     """Version of the rows: a number, a time or now."""
     ttl: int = option(0, min=0, metavar="SECONDS")
     """Nodes skip the rows if they read them later than this after publishing; 0: never."""
+    step: int = option(0, min=0)
+    """Training step of the rows; 0: none."""
+    dense_version: int = option(0, min=0)
+    """Version of the model whose network the rows belong to; 0: none."""
     deletions: bool = option(True, "--deletions/--no-deletions")
     """Send deletions, too."""
     rate: int | None = option(None, min=1)
@@ -85,9 +89,10 @@ def publish(options: PublishOptions) -> None:
 
     Rows get the version of the files they come from, so that rows streamed later are kept; --at sets
     another version. --file reads files of `hps store export`. Exit code 0: Kafka has all rows."""
-    if options.format is WireFormat.hps and (options.at is not None or options.ttl):
+    attributes = options.ttl or options.step or options.dense_version
+    if options.format is WireFormat.hps and (options.at is not None or attributes):
         raise ConfigError(
-            "--at and --ttl: HPS's format has no versions and no expiry; use --format native"
+            "--at, --ttl, --step and --dense-version: HPS's format has no such fields; use --format native"
         )
     if options.format is WireFormat.native and options.key_bits is not None:
         raise ConfigError(
@@ -174,7 +179,14 @@ def _sender(
             else:
                 versions = np.concatenate([some.versions, some.deleted_versions])
                 producer.send(
-                    part.table, some.keys, rows, versions, some.deleted, ttl_s=options.ttl
+                    part.table,
+                    some.keys,
+                    rows,
+                    versions,
+                    some.deleted,
+                    ttl_s=options.ttl,
+                    step=options.step,
+                    dense_version=options.dense_version,
                 )
 
         yield send

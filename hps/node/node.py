@@ -155,23 +155,36 @@ class Node(OpenModels):
         return lookups[next(self._turn) % len(lookups)]
 
     def write(
-        self, model: str, table: str, keys: Any = (), vectors: Any = (), *, deleted: Any = ()
+        self,
+        model: str,
+        table: str,
+        keys: Any = (),
+        vectors: Any = (),
+        *,
+        deleted: Any = (),
+        version: str | int | None = None,
     ) -> int:
         """Upsert ``vectors (n, dim)`` for ``keys (n,)`` and delete ``deleted (m,)``; return their version.
 
-        Keys are the table's. Returns after every store and then the caches have the rows. The version
-        is Unix ms << 20 | sequence, above those in the stores; the highest one if versions differ. For
-        a few rows per call; send many through a stream (`hps.updates.Producer`).
+        ``version``: only in this version of the model, by its number or label; None: in all served ones with
+        a table of this name and shape. Keys are the table's. Returns after every store and then the
+        caches have the rows. The version is Unix ms << 20 | sequence, above those in the stores; the
+        highest one if versions differ. For a few rows per call; send many through a stream
+        (`hps.updates.Producer`).
 
         Raises ``BadRequest``, ``NotFound``, ``TierError`` or ``Unavailable``; calling again is harmless."""
-        found = self.table(model, table)
+        found = self.table(model, table, version)
         rows = np.asarray(tensor("vectors", vectors))
         if rows.size == 0:
             rows = np.empty((0, found.dim), found.dtype)
         if rows.dtype.kind not in "fiu" or rows.ndim != 2:
             raise BadRequest(f"vectors must be numbers (n, dim), not {rows.shape} {rows.dtype}")
+        tables = {found: None}
+        if version is None:
+            others = [each.tables for each in self.models.of(model)]
+            tables |= {named[table]: None for named in others if table in named}
         return self.streams.write(
-            found, flat_keys("keys", keys), rows, flat_keys("deleted", deleted)
+            [*tables], flat_keys("keys", keys), rows, flat_keys("deleted", deleted)
         )
 
     def load(

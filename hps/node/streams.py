@@ -19,7 +19,8 @@ from typing import Any
 
 from hps.config.update_settings import NODE, DirectorySettings, KafkaSettings
 from hps.errors import BadRequest, NotFound, Unavailable
-from hps.node.stream_readers import Feed, StreamReaders, UpdateReader, Watermarks
+from hps.node.stream_lag import arrived_lately, has_caught_up
+from hps.node.stream_readers import StreamReaders, UpdateReader, Watermarks
 from hps.observability import metric_names as m
 from hps.observability.meters import TrainedWith, UpdateMeter
 from hps.observability.metrics import Metrics
@@ -35,9 +36,6 @@ from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import Reason
 from hps.updates.stream_positions import FedStore
 from hps.updates.topics import native_topic
-
-# Messages that arrived less than this ago count as applied: under load there are always some.
-_NEARLY_S = 1.0
 
 Limited = tuple[Freshness, Collection[EmbeddingTable]]
 """The freshness of a served model, and its tables."""
@@ -179,7 +177,7 @@ class UpdateStreams:
                 return f"{stream.group} does not know its partitions or offsets yet{suffix}"
             held = stream.source.held()
             waiting = sum(messages for at, messages in lag.items() if at not in held)
-            if waiting > max_lag and not _arrived_lately(stream, tables):
+            if waiting > max_lag and not arrived_lately(stream, tables):
                 limit = f", and updates.max_lag_at_switch allows {max_lag}" if max_lag else ""
                 return f"{stream.group} has {waiting} messages to apply{limit}"
         return ""
@@ -226,12 +224,16 @@ class UpdateStreams:
         self._direct = DirectWriter(stores, caches, self._meter, fixed)
 
     def write(
-        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, deleted: KeyArray
+        self,
+        tables: Sequence[EmbeddingTable],
+        keys: KeyArray,
+        vectors: VectorArray,
+        deleted: KeyArray,
     ) -> int:
         """Write rows without a stream; see `hps.updates.direct_writer.DirectWriter.write`."""
         if self._direct is None:
             raise Unavailable("the node is not open")
-        return self._direct.write(table, keys, vectors, deleted)
+        return self._direct.write(tables, keys, vectors, deleted)
 
     def status(self) -> list[dict[str, Any]]:
         return [
@@ -321,21 +323,9 @@ class UpdateStreams:
     def _merge(self) -> None:
         """Let one reader feed all tables that have caught up."""
         with self._changing:
-            if feeds := self._readers.joinable(self._has_caught_up):
+            if feeds := self._readers.joinable(has_caught_up):
                 self._note_ages()
                 self._readers.join(feeds)
-
-    def _has_caught_up(self, feed: Feed) -> bool:
-        """True if the readers of ``feed`` miss only the latest messages."""
-        for stream in feed.streams:
-            lag = stream.source.lag()
-            if lag is None or stream.thread.paused or stream.ingestor.is_waiting:
-                return False
-            held = stream.source.held()
-            late = any(messages for at, messages in lag.items() if at not in held)
-            if late and not _arrived_lately(stream, feed.tables):
-                return False
-        return True
 
     def _feeds_any(self, stream: UpdateReader, tables: Iterable[EmbeddingTable]) -> bool:
         return any(self._feeds(stream, table) for table in tables)
@@ -389,18 +379,6 @@ class UpdateStreams:
                 if table not in late:
                     ages[of] = max(ages.get(of, 0.0), self.age_s(table))
             yield from ages.items()
-
-
-def _arrived_lately(stream: UpdateReader, tables: Collection[EmbeddingTable]) -> bool:
-    """True if all unapplied messages for ``tables`` are known to have arrived just now."""
-    held = stream.source.held()
-    ages_s = [
-        age_s
-        for at, age_s in stream.pending.ages_s().items()
-        if at not in held and any(table in tables for table in stream.readers(at[0]))
-    ]
-    known = [age_s for age_s in ages_s if age_s is not None]
-    return len(known) == len(ages_s) and 0 < max(known, default=0.0) < _NEARLY_S
 
 
 def node_group(settings: KafkaSettings) -> str:

@@ -49,7 +49,7 @@ class DirectWriter:
 
     def write(
         self,
-        table: EmbeddingTable,
+        tables: Sequence[EmbeddingTable],
         keys: KeyArray,
         vectors: VectorArray,
         deleted: KeyArray,
@@ -57,30 +57,37 @@ class DirectWriter:
     ) -> int:
         """Upsert ``vectors (n, dim)`` for ``keys (n,)``, delete ``deleted (m,)``; return their version.
 
-        The highest one if versions differ. Raises BadRequest for arrays of wrong shapes, values that
-        are not finite, a key in both ``keys`` and ``deleted``, and a key stored with the highest
-        possible version. Raises TierError or Unavailable when a store failed: some stores may have the
-        rows then, and a second call is harmless."""
-        self._check(table, keys, vectors, deleted)
+        ``tables``: one of each version; those of another shape than the first, which decides whether the rows
+        are valid, are left out and counted. The highest version if they differ. Raises BadRequest for
+        arrays of wrong shapes, values that are not finite, a key in both ``keys`` and ``deleted``, and a
+        key stored with the highest possible version. Raises TierError or Unavailable when a store failed:
+        some stores may have the rows then, and a second call is harmless."""
+        self._check(tables[0], keys, vectors, deleted)
         if not self._stores:
             raise Unsupported(
                 "this node writes no store: its database is read only, or tiers.rocksdb.enabled is false"
             )
-        if table in self._fixed:
+        if any(table in self._fixed for table in tables):
             raise Unsupported(
-                f"table '{table.name}' is static in the GPU cache, which takes no updates; serve it with "
+                f"table '{tables[0].name}' is static in the GPU cache, which takes no updates; serve it with "
                 "gpu_static: false to have its rows change"
             )
+        shape = tables[0].dim, tables[0].key_bits
+        fitting = [table for table in tables if (table.dim, table.key_bits) == shape]
         if not self._turn.acquire(timeout=timeout_s):
             raise Unavailable(f"other writes took longer than {timeout_s:g} s; try again")
         try:
             made_s = time.time()
-            version = self._apply(table, keys, vectors, deleted)
+            version = max(self._apply(table, keys, vectors, deleted) for table in fitting)
         finally:
             self._turn.release()
-        self._observe.visible(table, "direct", np.array([made_s]))
-        self._observe.applied(table, "upserted", len(keys))
-        self._observe.applied(table, "deleted", len(deleted))
+        for table in tables:
+            if table not in fitting:
+                self._observe.applied(table, "other_shape", len(keys) + len(deleted))
+                continue
+            self._observe.visible(table, "direct", np.array([made_s]))
+            self._observe.applied(table, "upserted", len(keys))
+            self._observe.applied(table, "deleted", len(deleted))
         return version
 
     def _apply(

@@ -13,7 +13,7 @@ import pytest
 
 import hps
 from hps.config.model_schema import ModelSpec, TableSpec
-from hps.errors import Unavailable
+from hps.errors import NotFound, Unavailable
 from hps.models.version_writer import write_version
 from hps.observability import metric_names as m
 from hps.tiers.rocksdb import RocksDbTier
@@ -217,6 +217,24 @@ def test_lag_that_is_allowed_does_not_delay_a_switch(settings, publish, model):
             assert node.load(model, 2) == 2
             assert value(node, model, 1) == 2.0
         until(lambda: value(node, model, 1) == 3.0)
+
+
+def test_direct_writes_go_to_all_served_versions_or_to_one(settings, publish, model):
+    publish(2)
+    with hps.open(settings) as node:
+        node.load(model, 2, labels=["canary"], switch=False)
+        node.write(model, "items", [1], [[11.0, 11.0]])
+        assert [value(node, model, 1, version) for version in (1, 2)] == [11.0, 11.0]
+        node.write(model, "items", [2], [[22.0, 22.0]], version="canary")
+        node.write(model, "items", deleted=[3], version=1)
+        assert [value(node, model, key) for key in (2, 3)] == [1.0, -1.0]
+        assert [value(node, model, key, 2) for key in (2, 3)] == [22.0, 2.0]
+        with pytest.raises(NotFound, match="version 9 is not found"):
+            node.write(model, "items", [1], [[1.0, 1.0]], version=9)
+        node.load(model, 2)
+        node.write(model, "items", [4], [[44.0, 44.0]])
+        node.rollback(model)
+        assert value(node, model, 4) == 44.0
 
 
 # -- networks --------------------------------------------------------------------------------------

@@ -262,8 +262,8 @@ class KafkaSource:
                 if waited_s < longest_s:
                     continue
                 log.error(
-                    "%s/%d: rows of network %d have waited for %.0f s (updates.hold_at_most_s) and are applied, "
-                    "although it is not live: load that version of the model, or stop its trainer",
+                    "%s/%d: rows of network %d have waited for %.0f s (updates.hold_at_most_s) and are "
+                    "applied, although it is not live: load that version of the model, or stop its trainer",
                     *partition, rows.dense_version, waited_s,
                 )  # fmt: skip
                 self._topics.let_pass(rows.table, rows.dense_version)

@@ -35,15 +35,15 @@ class UpdatesService:
         keys = unpack_numbers(request.table, "keys", request.keys, INT64)
         deleted = unpack_numbers(request.table, "deleted", request.deleted, INT64)
         vectors = unpack_numbers(request.table, "vectors", request.vectors, FLOAT32)
-        dim = node.table(request.model, request.table).dim
+        of = request.model_version or None
+        dim = node.table(request.model, request.table, of).dim
         if len(vectors) != len(keys) * dim:
             raise BadRequest(
                 f"table '{request.table}' has dim {dim}: {len(keys)} keys need {len(keys) * dim} values of "
                 f"'vectors', not {len(vectors)}"
             )
-        version = node.write(
-            request.model, request.table, keys, vectors.reshape(-1, dim), deleted=deleted
-        )
+        rows = vectors.reshape(-1, dim)
+        version = node.write(request.model, request.table, keys, rows, deleted=deleted, version=of)
         return pb.WriteResponse(version=version, written=len(keys), deleted=len(deleted))
 
     def Status(self, request: Any, context: CallContext) -> Any:

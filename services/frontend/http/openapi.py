@@ -157,6 +157,7 @@ SCHEMAS: dict[str, Any] = {
         keys=_list({"type": "integer"}),
         vectors=_list(_list({"type": "number"})),
         deleted=_list({"type": "integer"}),
+        model_version={"type": ["integer", "string", "null"]},
     ),
     "Written": _object(
         ["version", "written", "deleted"], version=_COUNT, written=_COUNT, deleted=_COUNT

@@ -24,6 +24,7 @@ from services.frontend.state import FrontendState
 from services.server_state import ServerState
 
 MAX_ROWS = 1000
+_FIELDS = ("keys", "vectors", "deleted", "model_version")
 
 
 def rows_routes(state: FrontendState, guard: Authorizer, timeout_s: float) -> APIRouter:
@@ -62,11 +63,13 @@ def row_writes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
     )
     async def write(model: str, table: str, request: Request) -> Response:
         """Upsert and delete rows in every store, then in the caches; answers when all have them. Later writes
-        win over earlier ones, and over updates of a stream that were made before."""
+        win over earlier ones, and over updates of a stream that were made before. All served versions of the
+        model get them, or only `model_version`."""
         node = state.require_node()
-        fields = JsonFields(await json_body(request), ("keys", "vectors", "deleted"))
+        fields = JsonFields(await json_body(request), _FIELDS)
         keys, deleted = fields.keys("keys"), fields.keys("deleted")
-        work = partial(node.write, model, table, keys, fields.vectors(), deleted=deleted)
+        of = {"deleted": deleted, "version": fields.version("model_version")}
+        work = partial(node.write, model, table, keys, fields.vectors(), **of)
         version = await run_in_threadpool(work)
         return JsonAnswer({"version": version, "written": len(keys), "deleted": len(deleted)})
 
@@ -87,6 +90,13 @@ class JsonFields:
         if not isinstance(keys, list) or not all(type(key) is int for key in keys):
             raise BadRequest(f"'{name}' must be a list of integers")
         return np.array([in_64_bits(key) for key in keys], np.uint64).view(np.int64)
+
+    def version(self, name: str) -> str | int | None:
+        """A version's number or label; None if there is none."""
+        found = self._body.get(name)
+        if found is None or type(found) in (int, str):
+            return found
+        raise BadRequest(f"'{name}' must be a number or a label")
 
     def vectors(self) -> VectorArray:
         vectors = self._body.get("vectors", [])

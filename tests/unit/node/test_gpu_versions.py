@@ -258,7 +258,7 @@ def test_static_tables_of_a_new_version_are_filled_completely(config):
         assert version_in(node, keys=np.arange(HELD)) == 2
         with pytest.raises(hps.errors.Unsupported, match="static in the GPU cache"):
             node.streams.write(
-                table, np.arange(2), np.zeros((2, 4), np.float32), np.empty(0, np.int64)
+                [table], np.arange(2), np.zeros((2, 4), np.float32), np.empty(0, np.int64)
             )
 
 

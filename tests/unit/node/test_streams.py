@@ -127,7 +127,7 @@ def test_direct_writes_do_not_change_the_age(resources):
     streams = cut_off(resources, [USERS])
     streams.write_directly([FedStore("store", Takes())], Caches())
     until(lambda: streams.age_s(USERS) > 0.2)
-    streams.write(USERS, np.array([1]), np.ones((1, 2), np.float32), np.empty(0, np.int64))
+    streams.write([USERS], np.array([1]), np.ones((1, 2), np.float32), np.empty(0, np.int64))
     assert streams.age_s(USERS) > 0.2
 
 

@@ -101,7 +101,7 @@ def test_acknowledged_write_is_stored_despite_future_versions_and_clock_changes(
             match event[0]:
                 case "write" | "delete" as what:
                     new, gone = (key, NONE) if what == "write" else (NONE, key)
-                    node.direct.write(table, new, row(number)[: len(new)], gone)
+                    node.direct.write([table], new, row(number)[: len(new)], gone)
                     wanted = float(number) if what == "write" else None
                     found = [node.held(tier, int(key[0])) for tier in databases]
                     assert found == [wanted, wanted]
@@ -136,11 +136,11 @@ def test_write_reads_no_rows_unless_a_stored_version_may_be_ahead(tmp_path, monk
     read = []
     monkeypatch.setattr(store, "fetch", lambda parts, _ctx: read.append(parts[0].keys.tolist()))
     direct = DirectWriter([FedStore("store", store)], NoCaches(), UpdateMeter(Metrics()))
-    direct.write(TABLE, keys, rows, NONE)
-    ahead = direct.write(TABLE, NONE, NO_ROWS, keys)
+    direct.write([TABLE], keys, rows, NONE)
+    ahead = direct.write([TABLE], NONE, NO_ROWS, keys)
     assert read == []
     store.insert(TABLE, keys[5:6], rows[:1], np.array([ahead + (1 << 40)], np.uint64))
-    direct.write(TABLE, keys, rows, NONE)
+    direct.write([TABLE], keys, rows, NONE)
     (some,) = read
     assert 5 in some
     assert len(some) < 32  # its bucket of high-water marks, not the table
@@ -152,7 +152,7 @@ def test_write_of_a_repeated_key_ahead_of_the_clock_uses_one_version(tmp_path):
     ahead = make_version(time.time_ns() // 10**6 + 3_600_000, 0)
     store.insert(TABLE, key, row(1), np.array([ahead], np.uint64))
     direct = DirectWriter([FedStore("store", store)], NoCaches(), UpdateMeter(Metrics()))
-    version = direct.write(TABLE, np.array([7, 7]), np.concatenate([row(2), row(3)]), NONE)
+    version = direct.write([TABLE], np.array([7, 7]), np.concatenate([row(2), row(3)]), NONE)
     assert version > ahead
     part = Part.make(TABLE, key)
     store.fetch([part], FetchContext())
