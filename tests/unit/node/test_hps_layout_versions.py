@@ -49,8 +49,8 @@ def test_versions_are_served_and_switched_beside_each_other(config):
 def test_written_rows_are_of_one_version(config):
     with hps.open(config) as node:
         node.load("words", 2)
-        table = node.model("words").tables["left"]
-        node.streams.write(table, np.array([5]), np.full((1, 4), 7, np.float32), np.array([6]))
+        rows = np.full((1, 4), 7, np.float32)
+        node.write("words", "left", [5], rows, deleted=[6], version=2)
     with hps.open(config) as node:
         rows = node.lookup("words", {"left": np.array([5])}, version=2).vectors["left"]
         assert rows[0, 0] == 7
