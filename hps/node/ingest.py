@@ -1,7 +1,8 @@
 """Composition root of `hps ingest`: settings in, a running reader of the streams out.
 
 It feeds the stores that all nodes share, serves no lookups and keeps no state; any number of such processes
-share the partitions.
+share the partitions. It feeds the versions that the settings choose, follows a watched repository, and takes
+requests to load and unload others.
 
 The models are opened for their tables alone. The share of their rows that Redis gets is loaded as nodes
 load it: the first process does it, and streamed rows are written over it."""
@@ -17,16 +18,15 @@ from typing import Any
 from hps.config import Configuration, Settings
 from hps.config.update_settings import KafkaSettings
 from hps.errors import ConfigError
-from hps.node.model_opening import (
-    OpenedTables,
-    open_tables,
-    open_versions,
-    tables_of,
-    watermarks_of,
-)
+from hps.models.ps_json import ps_json_models, repository_with
+from hps.models.repository import ModelVersion
+from hps.node.ingest_versions import IngestVersions
+from hps.node.model_opening import OpenedTables, open_tables, tables_of, watermarks_of
+from hps.node.repository_watch import RepositoryWatch
 from hps.node.stores import NodeStores
 from hps.node.streams import UpdateStreams
 from hps.node.tier_status import TierStatus, describe_table, publish_process, publish_tiers
+from hps.node.version_start import versions_of_settings
 from hps.observability.metrics import Metrics
 from hps.types import NoProgress, Progress
 
@@ -35,13 +35,24 @@ from hps.types import NoProgress, Progress
 class IngestNode:
     """An open ingest process; its opener must `close` it. Thread-safe."""
 
-    models: Sequence[OpenedTables]
+    versions: IngestVersions
     metrics: Metrics
     tiers: Sequence[TierStatus]
     streams: UpdateStreams
-    warnings: tuple[str, ...] = ()
+    opening_warnings: tuple[str, ...] = ()
     _resources: ExitStack = field(default_factory=ExitStack)
     _opened: float = field(default_factory=time.monotonic)
+
+    @property
+    def models(self) -> Sequence[OpenedTables]:
+        """The versions that it feeds."""
+        return self.versions.opened
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings of the opening, and problems of a watched repository."""
+        problems = (f"model {name}: {text}" for name, text in self.versions.problems.items())
+        return (*self.opening_warnings, *problems)
 
     def status(self) -> dict[str, Any]:
         """The stores that it feeds and its progress, ready for JSON."""
@@ -72,7 +83,7 @@ def open_ingest(configuration: Configuration, progress: Progress | None = None) 
     settings = configuration.settings
     kafka = check_role(settings)
     with ExitStack() as resources:
-        versions = open_versions(configuration)
+        versions = versions_of_settings(configuration, progress)
         opened = open_tables(versions)
         tables = tables_of(opened)
         if not any(kafka.takes(table.model) for table in tables):
@@ -86,12 +97,14 @@ def open_ingest(configuration: Configuration, progress: Progress | None = None) 
         stores.open(progress or NoProgress(), shared_only=True)
         streams = UpdateStreams(tables, metrics, resources, watermarks_of(opened))
         warnings = (*configuration.warnings, *(w for v in versions for w in v.warnings))
-        ingest = IngestNode(
-            opened, metrics, stores.statuses, streams, (*warnings, *stores.warnings)
-        )
+        fed = IngestVersions(configuration, kafka, opened, stores, streams, metrics)
+        ingest = IngestNode(fed, metrics, stores.statuses, streams, (*warnings, *stores.warnings))
         _publish(ingest)
         streams.share_kafka(kafka, stores.update_targets(shared=True))
         streams.watch()
+        repository = repository_with(ps_json_models(configuration), configuration)
+        RepositoryWatch(settings, repository, fed, resources)
+        resources.callback(fed.close)  # before the watch ends, which may wait for a load
         ingest._resources.push(resources.pop_all())
         return ingest
     raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
@@ -122,6 +135,10 @@ def check_role(settings: Settings) -> KafkaSettings:
 
 def _publish(ingest: IngestNode) -> None:
     """Register gauges, which are read at a scrape."""
-    tables = tables_of(ingest.models)
-    publish_process(ingest.metrics, lambda: [model.version for model in ingest.models])
-    publish_tiers(ingest.metrics, ingest.tiers, lambda: tables)
+
+    def highest() -> list[ModelVersion]:
+        ascending = sorted(ingest.models, key=lambda model: model.version.version)
+        return [*{model.version.name: model.version for model in ascending}.values()]
+
+    publish_process(ingest.metrics, highest)
+    publish_tiers(ingest.metrics, ingest.tiers, lambda: tables_of(ingest.models))

@@ -47,7 +47,7 @@ class ModelControl:
         self.repository = repository
         self.traffic = TrafficControl(node, switcher, self._change_of, self.rollback)
         self._listed: dict[str, list[int]] = {}
-        self.problems: dict[str, str] = {}
+        self.problems: Mapping[str, str] = {}
         """Versions of a watched repository that could not be served, by model."""
 
     @property

@@ -6,13 +6,13 @@ that is being copied is not opened. What is served of a model is the settings' p
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Protocol
 
 from hps.config import Settings
 from hps.errors import HpsError, Unavailable
 from hps.models.repository import Repository
-from hps.node.model_control import ModelControl
 from hps.periodic import PeriodicThread
 
 log = logging.getLogger(__name__)
@@ -23,6 +23,16 @@ Stamps = dict[int, Hashable]
 """By version, something that changes when its manifest does."""
 
 
+class Follower(Protocol):
+    """What follows a repository: `ModelControl`, or `IngestVersions`."""
+
+    problems: Mapping[str, str]
+
+    def follow(self, name: str, published: Sequence[int]) -> None: ...
+
+    def set_problem(self, name: str, problem: str) -> None: ...
+
+
 class RepositoryWatch:
     """Checks a repository every `models.watch_s` seconds, on a thread, until ``resources`` are closed."""
 
@@ -30,7 +40,7 @@ class RepositoryWatch:
         self,
         settings: Settings,
         repository: Repository,
-        control: ModelControl,
+        control: Follower,
         resources: ExitStack,
         described: Callable[[], Collection[str]] = tuple,
     ) -> None:

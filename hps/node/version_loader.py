@@ -174,8 +174,9 @@ class VersionLoader:
                             f"model '{model.version.name}' version {model.version.version}: {store.name} "
                             f"has the updates of table '{table.name}' up to {at} of {topic}/{partition}, "
                             f"this node up to {offset}: no `hps ingest` feeds this version, or it is "
-                            "behind; start one for it beside the other (docs/updates.md), wait until "
-                            "its lag is 0, and load again; nothing was changed"
+                            f"behind; load it there first (`hps model load {model.version.name} --version "
+                            f"{model.version.version} --server` its admin port), and again here once its lag "
+                            "is 0; nothing was changed"
                         )
                     self._closed.wait(_CHECK_EVERY_S)
                     self.require_open()

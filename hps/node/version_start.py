@@ -46,6 +46,14 @@ def versions_at_start(
     return versions, choices
 
 
+def versions_of_settings(
+    configuration: Configuration, progress: Progress | None = None
+) -> list[ModelVersion]:
+    """Open the versions that the settings choose. Raises as `hps.node.model_opening.open_versions`."""
+    openers = version_openers(configuration, progress=progress)
+    return [each for name in openers for each in _configured(configuration, name, progress)[0]]
+
+
 def _configured(
     configuration: Configuration, name: str, progress: Progress | None
 ) -> tuple[list[ModelVersion], VersionChoice]:

@@ -53,7 +53,7 @@ def load(
     ``labels``: those that it gets, a list or a text with commas; ``beside``: it does not replace the current
     version. Returns the loaded version, and a note for the client or "". May take long; call it on a
     thread."""
-    control, model, wanted = _control(state), _model_of(name), _number(version)
+    control, model, wanted = _control(state), _model_of(name), version_number(version)
     if not isinstance(beside, bool):
         raise BadRequest("parameter 'beside' must be true or false")
     options: dict[str, Any] = {"labels": _labels(labels)} if labels else {}
@@ -189,7 +189,7 @@ def _reference(version: Any) -> str:
     raise BadRequest(f"parameter 'version' must be a number or a label, got {short_value(version)}")
 
 
-def _number(version: Any) -> int | None:
+def version_number(version: Any) -> int | None:
     """The parameter ``version``: a whole number, or one as text, or None."""
     if version is None or version == "":
         return None

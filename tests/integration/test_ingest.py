@@ -316,7 +316,7 @@ def test_node_writes_only_its_own_store_alongside_ingest(fleet, processes, tmp_p
 
 
 def test_load_waits_until_redis_is_fed_for_the_version(fleet, processes):
-    processes()
+    ingest = processes()
     made_ms = fleet.stream.since_ms
 
     def send(value: float) -> None:
@@ -342,12 +342,92 @@ def test_load_waits_until_redis_is_fed_for_the_version(fleet, processes):
             node.load(fleet.model, 2)
         assert node.models[fleet.model].version == 1
         second = EmbeddingTable.make(TABLE, DIM, model=fleet.model, version=2)
-        processes(updates={"kafka": {**kafka, "shared_group": f"{fleet.model}.2"}})
+        status, answer = ingest.ask(f"/v2/repository/models/{fleet.model}/load", {})
+        assert (status, json.loads(answer)["version"]) == (200, "2")
         until(lambda: fleet.store.applied(second, fleet.topic, 0))
         assert node.load(fleet.model, 2) == 2
         send(6.0)
         until(lambda: has(second, 6.0) and has(fleet.table, 6.0))
         assert node.lookup(fleet.model, {TABLE: np.array([1])}).vectors[TABLE][0, 0] == 6.0
+
+
+def write_next(fleet, version) -> EmbeddingTable:
+    """Publish a further version; returns its table."""
+    spec = ModelSpec(name=fleet.model, tables=[TableSpec(name=TABLE, dim=DIM, default=DEFAULT)])
+    root = Path(fleet.settings["models"]["repository"])
+    keys, vectors = fleet.stream.first_rows
+    write_version(root, spec, version, {TABLE: (keys, vectors + version)})
+    return EmbeddingTable.make(TABLE, DIM, model=fleet.model, version=version)
+
+
+def fed(process) -> list[int]:
+    """The versions that a process feeds."""
+    models = json.loads(process.ask("/v1/status")[1])["models"]
+    return sorted(model["version"] for model in models)
+
+
+def test_watched_repositorys_versions_are_fed_and_the_former_ones_end(fleet, processes):
+    """The version before stays: nodes may not have switched, and may go back to it."""
+    models = {**fleet.settings["models"], "watch_s": 0.1}
+    one, two = (processes(models=models, updates=_named(fleet, n)) for n in ("one", "two"))
+    until(lambda: partitions(one) == partitions(two) == PARTITIONS // 2)
+    with fleet.sending(3.0):
+        second = write_next(fleet, 2)
+        until(lambda: fed(one) == fed(two) == [1, 2])
+    fleet.judge()
+    ends = fleet.ends()
+    until(lambda: [fleet.store.applied(second, fleet.topic, i) for i in range(PARTITIONS)] == ends)
+    # One reader has all tables again.
+    until(lambda: len(one.updates()) == len(two.updates()) == 1)
+    write_next(fleet, 3)
+    until(lambda: fed(one) == fed(two) == [2, 3])
+    found = fleet.store.get(second, np.arange(KEYS))
+    streamed = fleet.store.get(fleet.table, np.arange(KEYS))
+    keys, vectors = fleet.stream.first_rows
+    before = np.zeros_like(streamed.out)
+    before[keys] = vectors
+    for each in (streamed, found):
+        each.out[each.source == 0] = DEFAULT
+    changed = (streamed.out != before).any(axis=1)
+    assert changed.sum() > KEYS // 4
+    np.testing.assert_array_equal(found.out[changed], streamed.out[changed])
+
+
+def _named(fleet, name):
+    return {"kafka": {**fleet.settings["updates"]["kafka"], "group": f"{fleet.model}.{name}"}}
+
+
+def test_chosen_versions_are_fed_from_the_start_until_one_is_unloaded(fleet, processes):
+    second = write_next(fleet, 2)
+    process = processes(models={**fleet.settings["models"], "versions": {"latest": 2}})
+    assert fed(process) == [1, 2]
+
+    def send(value: float) -> None:
+        made_ms = fleet.stream.since_ms
+        with sending(shared_broker()) as producer:
+            row = native(fleet.model, 1, value, int(value), dim=DIM, made_ms=made_ms)
+            producer.produce(fleet.topic, row, partition=0)
+
+    def values() -> list[float]:
+        return [fleet.store.get(t, np.array([1])).out[0, 0] for t in (fleet.table, second)]
+
+    send(5.0)
+    until(lambda: values() == [5.0, 5.0])
+    path = f"/v2/repository/models/{fleet.model}"
+    assert process.ask(f"{path}/unload", {"parameters": {"version": 1}})[0] == 200
+    assert fed(process) == [2]
+    send(6.0)
+    until(lambda: values() == [5.0, 6.0])
+    for body, status, text in [
+        ({"version": 1}, 404, "version 1 is not fed here"),
+        ({"version": "x"}, 400, "whole number"),
+    ]:
+        assert process.ask(f"{path}/unload", {"parameters": body})[0] == status
+        assert text in process.ask(f"{path}/unload", {"parameters": body})[1]
+    assert process.ask(f"{path}/load", {"parameters": {"version": 7}})[0] == 404
+    assert process.ask("/v2/repository/models/others/load", {})[0] in (400, 404)
+    assert process.ask(f"{path}/load", {"parameters": {"version": 1}})[0] == 200
+    until(lambda: values() == [6.0, 6.0])
 
 
 # -- rows that go to Redis -------------------------------------------------------------------------

@@ -107,6 +107,14 @@ async def json_body(request: Request) -> dict[str, Any]:
     return data
 
 
+async def parameters_of(request: Request) -> dict[str, Any]:
+    """Read the ``parameters`` of the request's JSON object."""
+    parameters = (await json_body(request)).get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise BadRequest("'parameters' must be an object")
+    return parameters
+
+
 def failure(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
     """Return an error response."""
     body = error_body(message)

@@ -12,7 +12,15 @@ from starlette.responses import Response
 from hps import __version__
 from hps.errors import BadRequest, Unavailable, Unsupported
 from services.frontend.auth import Authorizer
-from services.frontend.http.api import JsonAnswer, answers, failure, json_body, needs, takes
+from services.frontend.http.api import (
+    JsonAnswer,
+    answers,
+    failure,
+    json_body,
+    needs,
+    parameters_of,
+    takes,
+)
 from services.frontend.metadata import server_metadata
 from services.frontend.model_control import index as listed
 from services.frontend.model_control import (
@@ -173,7 +181,7 @@ def _control_routes(state: FrontendState, guard: Authorizer) -> APIRouter:
         in the settings, else the highest. The current version answers until the new one is ready; the
         response is sent once it has replaced the current one. With ``beside``, the new one is served by its
         number and ``labels``, and the current version stays."""
-        parameters = _parameters(await json_body(request))
+        parameters = await parameters_of(request)
         version, warning = await run_in_threadpool(
             partial(
                 load,
@@ -195,7 +203,7 @@ def _control_routes(state: FrontendState, guard: Authorizer) -> APIRouter:
     async def unload_model(request: Request, model: str) -> Response:
         """Stop serving a model, or the version of the parameter ``version``. Requests in flight are answered;
         rows stay in the stores."""
-        parameters = _parameters(await json_body(request))
+        parameters = await parameters_of(request)
         await run_in_threadpool(unload, state, model, parameters.get("version"))
         return JsonAnswer({"name": model})
 
@@ -214,7 +222,7 @@ def _add_switch_routes(router: APIRouter, state: FrontendState, errors: list[int
     async def label_model(request: Request, model: str) -> Response:
         """Give the served ``version`` a ``label``, by which requests may name it; without a version, remove
         the label."""
-        parameters = _parameters(await json_body(request))
+        parameters = await parameters_of(request)
         await run_in_threadpool(
             label, state, model, parameters.get("label"), parameters.get("version")
         )
@@ -228,7 +236,7 @@ def _add_switch_routes(router: APIRouter, state: FrontendState, errors: list[int
     async def switch_model(request: Request, model: str) -> Response:
         """Make a served version the current one, which answers requests without a version: ``version``, a
         number, a label, or ``latest``."""
-        parameters = _parameters(await json_body(request))
+        parameters = await parameters_of(request)
         version = await run_in_threadpool(switch, state, model, parameters.get("version"))
         return JsonAnswer({"name": model, "version": str(version)})
 
@@ -239,7 +247,7 @@ def _add_switch_routes(router: APIRouter, state: FrontendState, errors: list[int
     )
     async def rollback_model(request: Request, model: str) -> Response:
         """Make the previous version the current one again."""
-        _parameters(await json_body(request))
+        await parameters_of(request)
         version = await run_in_threadpool(rollback, state, model)
         return JsonAnswer({"name": model, "version": str(version)})
 
@@ -249,20 +257,13 @@ def _add_switch_routes(router: APIRouter, state: FrontendState, errors: list[int
     async def change_traffic(request: Request, model: str) -> Response:
         """Set which versions answer requests without a version, and the bounds for an automatic rollback:
         ``parameters`` is the rule; an empty one removes it."""
-        rule = _parameters(await json_body(request))
+        rule = await parameters_of(request)
         return JsonAnswer(await run_in_threadpool(set_traffic, state, model, rule))
 
     @router.get(path, responses=answers("Traffic", errors))
     async def read_traffic(model: str) -> Response:
         """The traffic rule of a model, and its versions' shares of the requests without a version."""
         return JsonAnswer(traffic(state, model))
-
-
-def _parameters(body: dict[str, Any]) -> dict[str, Any]:
-    parameters = body.get("parameters", {})
-    if not isinstance(parameters, dict):
-        raise BadRequest("'parameters' must be an object")
-    return parameters
 
 
 # Parts of Triton's protocol that answer 501, unlike unknown paths.
