@@ -237,7 +237,9 @@ class DeviceLanes:
         """Lease a lane; the last used one if it is free, since its batch sizes are bound.
 
         Raises Unavailable once the lanes are closed."""
-        lane = None if self.closed else self._free.get()
+        if self.closed:
+            raise Unavailable("the network is closed")
+        lane = self._free.get()
         if lane is None:
             self._free.put(None)  # for the next caller that waits
             raise Unavailable("the network is closed")

@@ -251,7 +251,7 @@ def test_publish_reports_a_missing_broker_within_seconds(command, models):
         (("--new", 7, "-b", "x:1"), "has no version 7"),
         (("unknown", "--new", 1, "-b", "x:1"), "has no table 'unknown'; it has items, users"),
         (("items", "--file", "none.npz", "-b", "x:1"), "No such file"),
-        (("--new", 1, "-b", "x:1", "--format", "hps", "--ttl", 5), "no versions and no expiry"),
+        (("--new", 1, "-b", "x:1", "--format", "hps", "--ttl", 5), "has no such fields"),
         (("--new", 1, "-b", "x:1", "--key-bits", 32), "native messages always have 64-bit keys"),
         (("--new", 1, "--set", "a=b"), "--set changes a setting of --config"),
     ],

@@ -38,6 +38,8 @@ def test_close_waits_for_the_running_lane_and_refuses_later_and_waiting_leases(l
         assert lane.session is not None
         wait_for_a_lane()
         assert refused == [True]
+        closing.join(0.1)
+        assert closing.is_alive()
     closing.join(10)
     assert not closing.is_alive()
     assert lane.session is None
