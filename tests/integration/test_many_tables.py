@@ -55,7 +55,10 @@ def test_library_answers_every_table_also_after_a_restart(folder, caplog, mapped
     settings = {
         "models": {"repository": str(folder / "models")},
         "tiers": {
-            "rocksdb": {"path": str(folder / f"library-{mapped}")},
+            "rocksdb": {
+                "path": str(folder / f"library-{mapped}"),
+                "guard": {"deadline_ms": 20_000},
+            },
             "mapped": {"enabled": mapped},
         },
     }
