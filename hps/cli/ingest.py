@@ -25,6 +25,7 @@ Examples:
   hps ingest --config hps.yaml
   hps ingest --config hps.yaml --set server.admin.port=8003   # next to a node
   hps updates status --server http://127.0.0.1:8003
+  hps model load ctr --version 2 --server http://127.0.0.1:8003
 """
 
 
@@ -47,6 +48,9 @@ def ingest(ctx: typer.Context, options: IngestOptions) -> None:
     /v1/status, /v1/updates. Start any number of these processes, on any machine: they share the topics'
     partitions. When one ends, the others continue its partitions from the positions in Redis; no row is
     lost or undone. Nodes still refresh their RocksDB and caches from the stream.
+
+    It feeds the versions that the settings choose, new ones of a watched repository (models.watch_s), and
+    those that hps model load names: load a version here before the nodes switch to it.
 
     On SIGTERM it finishes the current batch, records the positions and exits with code 0. Exit code 2:
     the configuration or a model is broken. With --output json, one line of JSON is printed when it is

@@ -18,7 +18,6 @@ from typing import Any
 from hps.config import Configuration, Settings
 from hps.config.update_settings import KafkaSettings
 from hps.errors import ConfigError
-from hps.models.ps_json import ps_json_models, repository_with
 from hps.models.repository import ModelVersion
 from hps.node.ingest_versions import IngestVersions
 from hps.node.model_opening import OpenedTables, open_tables, tables_of, watermarks_of
@@ -102,8 +101,7 @@ def open_ingest(configuration: Configuration, progress: Progress | None = None) 
         _publish(ingest)
         streams.share_kafka(kafka, stores.update_targets(shared=True))
         streams.watch()
-        repository = repository_with(ps_json_models(configuration), configuration)
-        RepositoryWatch(settings, repository, fed, resources)
+        RepositoryWatch(settings, fed.repository, fed, resources)
         resources.callback(fed.close)  # before the watch ends, which may wait for a load
         ingest._resources.push(resources.pop_all())
         return ingest

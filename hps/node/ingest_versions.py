@@ -9,9 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from hps.config import Configuration
 from hps.config.update_settings import KafkaSettings
 from hps.errors import BadRequest, HpsError, NotFound, Unavailable
+from hps.models.ps_json import ps_json_models, repository_with
 from hps.models.remote import CancelOn
-from hps.models.repository import ModelVersion, check_unchanged
-from hps.node.model_opening import OpenedTables, tables_of, version_openers, watermarks_of
+from hps.models.repository import check_unchanged
+from hps.node.model_opening import OpenedTables, tables_of, watermarks_of
 from hps.node.stores import NodeStores
 from hps.node.streams import UpdateStreams
 from hps.node.version_choice import chosen_by_settings
@@ -36,9 +37,11 @@ class IngestVersions:
         metrics: Metrics,
     ) -> None:
         """``opened``: those at the start, which the stores and the streams have."""
-        self._configuration, self._kafka = configuration, kafka
+        self._settings, self._kafka = configuration.settings, kafka
         self._stores, self._streams, self._metrics = stores, streams, metrics
         self._turn, self._closed = threading.Lock(), threading.Event()
+        described, until_closed = ps_json_models(configuration), CancelOn(self._closed)
+        self.repository = repository_with(described, configuration, until_closed)
         self.opened: Sequence[OpenedTables] = tuple(opened)
         """The versions that are fed; replaced by changes."""
         self.problems: Mapping[str, str] = {}
@@ -90,9 +93,7 @@ class IngestVersions:
         with self._turn:
             if not published or not self._kafka.takes(name):
                 return
-            chosen = {
-                *chosen_by_settings(self._configuration.settings, name, [*published]).versions
-            }
+            chosen = {*chosen_by_settings(self._settings, name, [*published]).versions}
             for version in sorted(chosen - self._numbers(name), reverse=True):
                 try:
                     self._load(name, version, None)
@@ -123,7 +124,8 @@ class IngestVersions:
             raise BadRequest(
                 f"updates.kafka.models does not name '{name}', so its tables are not fed"
             )
-        found = self._open(name, version)
+        override = (self._settings.models.serve or {}).get(name)
+        found = self.repository.open(name, version, override)
         for each in self._of(name):
             if each.version.version == found.version:
                 check_unchanged(each.version, found)
@@ -134,14 +136,6 @@ class IngestVersions:
         self._feed([*self.opened, model])
         log.info("model %s: version %d is fed", name, found.version)
         return found.version
-
-    def _open(self, name: str, version: int | None) -> ModelVersion:
-        wanted = None if version is None else {name: version}
-        progress = CancelOn(self._closed)
-        openers = version_openers(self._configuration, wanted, progress)
-        if name not in openers:
-            raise NotFound(f"model '{name}' is not found in the model repository")
-        return openers[name]()
 
     def _remove(self, gone: Collection[OpenedTables]) -> None:
         if not gone:
