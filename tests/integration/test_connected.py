@@ -18,14 +18,16 @@ from services.frontend.auth import Authorizer
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.state import FrontendState
 from tests.support.server_thread import Running
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_GUARD, until
 
 
 @pytest.fixture(scope="module")
 def node(small_repository, tmp_path_factory):
     settings = {
         "models": {"repository": str(small_repository)},
-        "tiers": {"rocksdb": {"path": str(tmp_path_factory.mktemp("db") / "db")}},
+        "tiers": {
+            "rocksdb": {"path": str(tmp_path_factory.mktemp("db") / "db"), "guard": PATIENT_GUARD}
+        },
     }
     with hps.open(settings) as opened:
         yield opened

@@ -31,7 +31,7 @@ from tests.support.kafka_brokers import (
 )
 from tests.support.kafka_updates import native, reading, sending
 from tests.support.redis_servers import shared_server
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_GUARD, until
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def settings_of_node(kafka: KafkaSettings, folder, model: str) -> dict:
         write_version(folder / "models", spec, version, {"items": rows})
     return {
         "models": {"repository": str(folder / "models"), "serve": {model: {"version": 1}}},
-        "tiers": {"rocksdb": {"path": str(folder / "db")}},
+        "tiers": {"rocksdb": {"path": str(folder / "db"), "guard": PATIENT_GUARD}},
         "updates": {"kafka": {**kafka.model_dump(exclude_unset=True), "group": unique("g")}},
     }
 

@@ -28,7 +28,7 @@ from services.frontend.state import FrontendState
 from tests.support.kafka_brokers import make_topic, shared_broker, unique
 from tests.support.redis_servers import shared_server
 from tests.support.rows import constant_rows
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_GUARD, until
 
 # name, dim, its keys
 TABLES = [("user", 4, range(10)), ("item", 2, range(100, 110)), ("shop", 4, range(200, 210))]
@@ -219,7 +219,7 @@ def test_import_keeps_fused_tables_and_requests(configure, model, tmp_path):
     assert told.exit_code == 0, told.output
     settings = {
         "models": {"repository": str(repository)},
-        "tiers": {"rocksdb": {"path": str(tmp_path / "native")}},
+        "tiers": {"rocksdb": {"path": str(tmp_path / "native"), "guard": PATIENT_GUARD}},
     }
     with hps.open(settings) as node:
         assert set(node.models[model].tables) == {"fused_embedding0", "fused_embedding1"}

@@ -26,6 +26,7 @@ from services.frontend.auth import Authorizer
 from services.frontend.http.app import admin_app
 from services.frontend.state import FrontendState
 from tests.support.small_models import write_models
+from tests.support.waiting import PATIENT_GUARD
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def node(tmp_path):
     write_models(tmp_path / "models")
     config = {
         "models": {"repository": str(tmp_path / "models")},
-        "tiers": {"rocksdb": {"path": str(tmp_path / "db")}},
+        "tiers": {"rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD}},
     }
     with hps.open(config) as opened:
         yield opened

@@ -22,6 +22,7 @@ from services.frontend.auth import Authorizer
 from services.frontend.http.app import admin_app
 from services.frontend.state import FrontendState
 from tests.support.redis_servers import shared_server
+from tests.support.waiting import PATIENT_GUARD
 
 PATH = "/v1/tables/m/items/rows"
 
@@ -30,7 +31,7 @@ def settings(folder, **tiers):
     return {
         "models": {"repository": str(folder / "models")},
         "tiers": {
-            "rocksdb": {"path": str(folder / "db")},
+            "rocksdb": {"path": str(folder / "db"), "guard": PATIENT_GUARD},
             "mapped": {"memory_bytes": 0},
             **tiers,
         },

@@ -17,6 +17,7 @@ from hps.errors import BadRequest
 from hps.models.version_writer import write_version
 from hps.types import JaggedKeys
 from tests.support.onnx_networks import summing_network
+from tests.support.waiting import PATIENT_GUARD
 
 SPEC = {
     "name": "deepfm",
@@ -59,7 +60,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hps.Node]:
     folder = tmp_path_factory.mktemp("node")
     settings = {
         "models": {"repository": str(write_models(folder / "models"))},
-        "tiers": {"rocksdb": {"path": str(folder / "db")}},
+        "tiers": {"rocksdb": {"path": str(folder / "db"), "guard": PATIENT_GUARD}},
     }
     with hps.open(settings) as opened:
         yield opened

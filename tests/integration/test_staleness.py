@@ -28,7 +28,7 @@ from tests.support.kafka_brokers import (
     unique,
 )
 from tests.support.kafka_updates import native, sending
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_GUARD, until
 
 LIMIT_S = 1.0
 
@@ -49,7 +49,10 @@ def settings_of(folder, model: str, broker: KafkaBroker, on_stale: str, topic=Tr
         make_topic(broker, native_topic(model))
     return {
         "models": {"repository": str(folder / "models")},
-        "tiers": {"rocksdb": {"path": str(folder / "db")}, "cpu_cache": {"enabled": True}},
+        "tiers": {
+            "rocksdb": {"path": str(folder / "db"), "guard": PATIENT_GUARD},
+            "cpu_cache": {"enabled": True},
+        },
         "updates": {
             "max_staleness_s": LIMIT_S,
             "on_stale": on_stale,

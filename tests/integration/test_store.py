@@ -21,7 +21,7 @@ import hps
 from benchmarks.peers.redis_server import RedisServer
 from hps.cli.main import app
 from tests.support.redis_servers import shared_server
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_GUARD, until
 
 V4 = "1,2,3,4"
 
@@ -61,7 +61,7 @@ def config(tmp_path: Path, small_repository: Path, server: RedisServer) -> Path:
                 "partitions": 3,
                 "guard": {"deadline_ms": 10_000},
             },
-            "rocksdb": {"path": str(tmp_path / "db")},
+            "rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD},
         },
     }
     path = tmp_path / "hps.yaml"
@@ -394,7 +394,10 @@ def test_exported_changes_are_applied_by_another_node(
     folder = tmp_path / "in"
     settings = {
         "models": {"repository": str(small_repository)},
-        "tiers": {"rocksdb": {"path": str(tmp_path / "other")}, "cpu_cache": {"share": 1.0}},
+        "tiers": {
+            "rocksdb": {"path": str(tmp_path / "other"), "guard": PATIENT_GUARD},
+            "cpu_cache": {"share": 1.0},
+        },
         "updates": {"directory": {"path": str(folder)}},
     }
     keys = [4, 5, 5000]

@@ -24,7 +24,7 @@ from hps.models.version_writer import write_version
 from hps.native import COMPILED
 from services.triton.backend import LookupBackend
 from tests.support.small_models import LOOKUP, RANKING, network, write_models
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_GUARD, until
 
 pytestmark = [
     pytest.mark.usefixtures("triton_ready"),
@@ -54,7 +54,7 @@ def config(tmp_path_factory):
     settings = {
         "models": {"repository": str(folder / "models")},
         "tiers": {
-            "rocksdb": {"path": str(folder / "db")},
+            "rocksdb": {"path": str(folder / "db"), "guard": PATIENT_GUARD},
             "cpu_cache": {"shared": {"name": f"test-{os.getpid()}"}},
         },
         "server": {"runtime": str(runtime)},

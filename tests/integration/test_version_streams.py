@@ -21,7 +21,7 @@ from hps.updates.codec import encode_hps, hps_topic
 from hps.updates.topics import native_topic
 from tests.support.kafka_brokers import SEES_NEW_TOPICS_SOON, shared_broker, unique
 from tests.support.kafka_updates import native, sending
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_GUARD, until
 
 KEYS = np.arange(100)
 
@@ -57,7 +57,10 @@ def settings(tmp_path, publish, model):
             "catch_up_s": 30.0,
             "serve": {model: {"version": 1}},
         },
-        "tiers": {"rocksdb": {"path": str(tmp_path / "db")}, "cpu_cache": {"enabled": True}},
+        "tiers": {
+            "rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD},
+            "cpu_cache": {"enabled": True},
+        },
         "updates": {
             "kafka": {
                 "brokers": shared_broker().address,

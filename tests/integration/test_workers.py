@@ -28,7 +28,7 @@ from hps.native import COMPILED
 from tests.support.certificates import made
 from tests.support.grpc_load import no_call_lost
 from tests.support.small_models import write_models
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_GUARD, until
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="a shared cache needs the native core")
 
@@ -94,7 +94,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hps.Node]:
     write_models(folder / "models")
     settings = {
         "models": {"repository": str(folder / "models")},
-        "tiers": {"rocksdb": {"path": str(folder / "db")}},
+        "tiers": {"rocksdb": {"path": str(folder / "db"), "guard": PATIENT_GUARD}},
     }
     with hps.open(settings) as node:
         yield node
@@ -345,7 +345,7 @@ def serve(
     addresses."""
     settings = {
         "models": {"repository": str(repository)},
-        "tiers": {"rocksdb": {"path": str(folder / "db")}},
+        "tiers": {"rocksdb": {"path": str(folder / "db"), "guard": PATIENT_GUARD}},
         "server": {"http": {"port": 0, **http}, "grpc": {"port": 0}, "admin": {"port": 0}},
     }
     (folder / "config.yaml").write_text(json.dumps(settings))
@@ -422,7 +422,7 @@ def test_worker_that_cannot_start_ends_the_server(small_repository, tmp_path):
         json.dumps(
             {
                 "models": {"repository": str(small_repository)},
-                "tiers": {"rocksdb": {"path": str(tmp_path / "db")}},
+                "tiers": {"rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD}},
                 "server": {
                     "http": {"port": 0},
                     "grpc": {

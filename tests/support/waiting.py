@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 PATIENCE_S = 60.0
 
+# The guard of a store that must answer however late, so that no pause of the machine degrades an answer.
+PATIENT_GUARD = {"deadline_ms": PATIENCE_S * 1e3}
+
 
 def until(holds: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     """Return once ``holds()`` is true; fail when it is not within ``timeout_s``."""

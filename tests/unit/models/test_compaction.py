@@ -20,6 +20,7 @@ from hps.models.version_writer import write_version
 from hps.tiers.mapped import MappedTier
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.types import NoProgress, version_now
+from tests.support.waiting import PATIENT_GUARD
 
 ROWS = 2000
 KEYS = np.arange(ROWS) * 3
@@ -204,7 +205,7 @@ def test_command(tmp_path):
         json.dumps(
             {
                 "models": {"repository": str(tmp_path / "models")},
-                "tiers": {"rocksdb": {"path": str(tmp_path / "db")}},
+                "tiers": {"rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD}},
             }
         )
     )

@@ -9,6 +9,7 @@ import pytest
 import hps
 from hps.config.model_schema import ModelSpec
 from hps.models.version_writer import write_version
+from tests.support.waiting import PATIENT_GUARD
 
 DIM, ROWS = 32, 60_000
 SPEC = ModelSpec.model_validate({"name": "m", "tables": [{"name": "t", "dim": DIM}]})
@@ -36,7 +37,7 @@ def node(repository, tmp_path):
     settings = {
         "models": {"repository": str(repository), "versions": {"all": True}},
         "tiers": {
-            "rocksdb": {"path": str(tmp_path / "db")},
+            "rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD},
             "cpu_cache": {"capacity_bytes": 1 << 20},
         },
     }

@@ -37,7 +37,7 @@ from hps.tiers.rocksdb import RocksDbTier
 from hps.types import JaggedKeys, PredictRequest, Source, version_now
 from hps.updates.hot_key_snapshot import read_hot_keys
 from tests.support import onnx_networks, twin_device
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_GUARD, until
 
 TABLES = [
     TableSpec(name="users", dim=4, default=-1.0),
@@ -93,7 +93,10 @@ def open_node(repository, tmp_path, monkeypatch):
         caches = [] if gpus is None else twin_device.install(monkeypatch, gpus)
         tiers = {"gpu": gpu or {}, "cpu_cache": cpu or {"share": 1.0}}
         tiers["mapped"] = {} if mapped else {"memory_bytes": 0}
-        tiers["rocksdb"] = {"path": str(rocksdb or tmp_path / f"db{len(opened)}")}
+        tiers["rocksdb"] = {
+            "path": str(rocksdb or tmp_path / f"db{len(opened)}"),
+            "guard": PATIENT_GUARD,
+        }
         serve = {"m": {"tables": tables or {}}}
         # Requests that are sampled for warm-ups take another path than their like.
         models = {"repository": str(repository), "serve": serve, "warm_up_s": 0}
@@ -184,7 +187,7 @@ def test_feature_with_several_tables_is_fed_from_the_device(tmp_path, monkeypatc
     if gpus:
         twin_device.install(monkeypatch, gpus)
     gpu = {"use": "required", "share": 1.0}
-    tiers = {"gpu": gpu, "rocksdb": {"path": str(tmp_path / "db")}}
+    tiers = {"gpu": gpu, "rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD}}
     with hps.open({"models": {"repository": str(tmp_path / "models")}, "tiers": tiers}) as node:
         features_and_dense = np.array([[3, 70], [HELD, 5]])
         for _ in range(3):

@@ -22,7 +22,7 @@ from hps.predict.scheduler.channel_socket import NODE_ENDED, connect
 from hps.predict.scheduler.client import SchedulerClient
 from hps.predict.scheduler.host import SchedulerHost
 from hps.types import JaggedKeys, PredictRequest, Source, version_now
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_GUARD, until
 from tests.unit.node.test_gpu_caches import (  # noqa: F401 # fixtures
     DENSE,
     FEATURES,
@@ -60,7 +60,10 @@ def attached(open_node, repository, tmp_path):  # noqa: F811
     node, (cache,) = open_node(gpu={"share": 0.5}, cpu=shared, server=runtime)
     config = {
         "models": {"repository": str(repository)},
-        "tiers": {"cpu_cache": shared, "rocksdb": {"path": str(tmp_path / "db0")}},
+        "tiers": {
+            "cpu_cache": shared,
+            "rocksdb": {"path": str(tmp_path / "db0"), "guard": PATIENT_GUARD},
+        },
         "server": runtime,
     }
     with hps.attach(config) as process:

@@ -17,7 +17,7 @@ from hps.node import gpu_caches
 from hps.predict.scheduler.host import SchedulerHost
 from hps.types import JaggedKeys
 from tests.support import twin_device
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_GUARD, until
 from tests.unit.node.test_gpu_caches import (
     DENSE,
     FEATURES,
@@ -62,7 +62,7 @@ def config(repository, tmp_path, device):
         "tiers": {
             "gpu": {"use": "required", "share": 0.5},
             "cpu_cache": {"share": 1.0, "shared": {"name": "test", "folder": str(tmp_path)}},
-            "rocksdb": {"path": str(tmp_path / "db")},
+            "rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD},
         },
         "server": {"runtime": str(tmp_path / "run")},
     }

@@ -9,6 +9,7 @@ import hps
 from hps.tiers.rocksdb.database_options import existing_families
 from tests.support.redis_servers import settings as redis_settings
 from tests.support.redis_servers import shared_server
+from tests.support.waiting import PATIENT_GUARD
 from tests.unit.node.test_versions import ROWS, served, value, write
 
 
@@ -18,7 +19,7 @@ def config(tmp_path):
     return {
         "models": {"repository": str(tmp_path / "models"), "serve": {"words": {"version": 1}}},
         "tiers": {
-            "rocksdb": {"path": str(tmp_path / "db"), "layout": "hps"},
+            "rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD, "layout": "hps"},
             "cpu_cache": {"share": 0.5},
         },
     }

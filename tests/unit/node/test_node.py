@@ -13,6 +13,7 @@ import hps
 from hps.config.model_schema import ModelSpec
 from hps.errors import Unavailable
 from hps.models.version_writer import write_version
+from tests.support.waiting import PATIENT_GUARD
 
 FORKED = """
 import os, sys, warnings
@@ -73,7 +74,7 @@ def repository(folder: Path) -> Path:
 def test_repr_shows_models_and_tiers(tmp_path: Path) -> None:
     settings = {
         "models": {"repository": repository(tmp_path)},
-        "tiers": {"rocksdb": {"path": tmp_path / "rocksdb"}},
+        "tiers": {"rocksdb": {"path": tmp_path / "rocksdb", "guard": PATIENT_GUARD}},
     }
     with hps.open(settings) as node:
         assert repr(node) == "<hps.Node: m/1; cpu > rocksdb>"

@@ -14,7 +14,7 @@ from hps.models.version_writer import write_version
 from hps.native import COMPILED
 from hps.observability import metric_names as m
 from hps.types import Source
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_GUARD, until
 
 SPEC = ModelSpec.model_validate(
     {"name": "words", "tables": [{"name": "left", "dim": 4}, {"name": "right", "dim": 2}]}
@@ -49,7 +49,7 @@ def settings(repository, tmp_path):
                 "serve": {"words": {"version": 1}},
             },
             "tiers": {
-                "rocksdb": {"path": str(tmp_path / "db")},
+                "rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD},
                 "cpu_cache": {"share": 0.5},
                 "mapped": {"memory_bytes": 0},
             },
@@ -191,7 +191,7 @@ def test_loading_another_network_takes_no_time(tmp_path):
     )
     settings = {
         "models": {"repository": str(tmp_path / "models"), "rollback_s": 0},
-        "tiers": {"rocksdb": {"path": str(tmp_path / "db")}},
+        "tiers": {"rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD}},
         "server": {"role": "lookup"},
     }
     with hps.open(settings) as node:

@@ -13,6 +13,7 @@ from hps.errors import BadRequest, ConfigError, NotFound
 from hps.node.traffic_split import TrafficSplit, input_text, value_text
 from hps.node.version_choice import FILE_NAME, VersionChoice
 from hps.observability import metric_names as m
+from tests.support.waiting import PATIENT_GUARD
 from tests.unit.node.test_versions import served, value, write
 
 KEYS = [f"user-{number}" for number in range(20_000)]
@@ -143,7 +144,10 @@ def settings(tmp_path):
     write(tmp_path / "models", 1, 2, 3)
     return {
         "models": {"repository": str(tmp_path / "models"), "versions": {"latest": 2}},
-        "tiers": {"rocksdb": {"path": str(tmp_path / "db")}, "cpu_cache": {"share": 0.5}},
+        "tiers": {
+            "rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD},
+            "cpu_cache": {"share": 0.5},
+        },
     }
 
 

@@ -16,7 +16,7 @@ from hps.models.version_writer import write_version
 from hps.native import COMPILED
 from hps.node import attached as attaching
 from hps.types import Source
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_GUARD, until
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="a shared cache needs the native core")
 SPEC = {"name": "words", "tables": [{"name": "left", "dim": 4}, {"name": "right", "dim": 2}]}
@@ -53,7 +53,7 @@ def settings(repository, tmp_path):
                 "serve": {"words": {"version": 1}},
             },
             "tiers": {
-                "rocksdb": {"path": str(tmp_path / "db")},
+                "rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD},
                 "cpu_cache": {"share": 0.5},
                 "mapped": {"memory_bytes": 0},  # rows come from the cache and the store
             },

@@ -15,7 +15,7 @@ from hps.errors import BadRequest, ModelError, NotFound, Unavailable
 from hps.models.version_writer import write_version
 from hps.node.version_choice import FILE_NAME
 from hps.observability import metric_names as m
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_GUARD, until
 
 SPEC = {"name": "words", "tables": [{"name": "left", "dim": 4}, {"name": "right", "dim": 2}]}
 ROWS = 300
@@ -46,7 +46,7 @@ def settings(repository, tmp_path):
     return {
         "models": {"repository": str(repository)},
         "tiers": {
-            "rocksdb": {"path": str(tmp_path / "db")},
+            "rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD},
             "cpu_cache": {"share": 0.5},
         },
     }

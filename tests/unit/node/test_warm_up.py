@@ -15,7 +15,7 @@ from hps.models.version_writer import write_version
 from hps.observability import metric_names as m
 from hps.types import JaggedKeys, LookupRequest, PredictRequest
 from tests.support.small_models import RANKING, network, write_models
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_GUARD, until
 
 MODEL = "clicks"
 
@@ -35,7 +35,7 @@ def settings(tmp_path):
             "serve": {MODEL: {"version": 1}},
         },
         "tiers": {
-            "rocksdb": {"path": str(tmp_path / "db")},
+            "rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD},
             "cpu_cache": {"warm": False},
             "mapped": {"memory_bytes": 0},
         },
