@@ -65,7 +65,7 @@ class DenseSettings(StrictModel):
     """Concurrent runs per GPU that holds the rows; each has a copy of the network."""
     threads: int = Field(1, ge=0)
     """Threads per run of the network; 0: ONNX Runtime decides."""
-    inline_us: float = Field(150.0, ge=0)
+    inline_us: float = Field(250.0, ge=0)
     """Networks that run faster than this, measured at start, run on the caller's thread."""
     runs: int | None = Field(None, ge=1)
     """Threads for longer runs. null: 4, without `triton` at most the number of cores."""

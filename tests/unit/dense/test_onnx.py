@@ -1,5 +1,6 @@
 """OnnxModel, and the check of a network against model.yaml."""
 
+import sys
 import threading
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto as T
 from onnx import helper as h
+from onnx import numpy_helper
 
 from hps.dense.base import NetworkTensor, check_network
 from hps.dense.onnx import OnnxModel, convert_to_float16
@@ -102,6 +104,35 @@ def test_network_runs_inline_only_when_measured_and_fast(two_outputs):
     never = OnnxModel(two_outputs, "cpu", inline_us=0.0)
     never.warm_up()
     assert not never.runs_inline(1)
+
+
+def test_busy_threads_do_not_make_a_network_slow(tmp_path):
+    """They hold the interpreter's lock for milliseconds after each run that a load measures."""
+    width, between_s, stop = 1024, sys.getswitchinterval(), threading.Event()
+    weights = numpy_helper.from_array(np.ones((width, width), np.float32), "w")
+    path = write_network(
+        tmp_path / "dense.onnx",
+        [h.make_node("MatMul", ["a", "w"], ["b"])],
+        {"a": (T.FLOAT, ["batch", width])},
+        {"b": (T.FLOAT, ["batch", width])},
+        [weights],
+    )
+
+    def answer_requests() -> None:
+        while not stop.is_set():
+            sum(range(100))
+
+    busy = threading.Thread(target=answer_requests)
+    sys.setswitchinterval(0.1)
+    busy.start()
+    try:
+        model = OnnxModel(path, "cpu", inline_us=50_000.0)
+        model.warm_up()
+    finally:
+        stop.set()
+        busy.join()
+        sys.setswitchinterval(between_s)
+    assert model.runs_inline(1)
 
 
 def test_warm_up_reports_a_network_that_cannot_run(tmp_path):
