@@ -75,6 +75,19 @@ def test_sampled_requests_bring_rows_into_the_cache_before_the_switch(settings, 
     assert "clicks: version 2 warmed up (settled) with" in line
 
 
+def test_a_version_in_memory_is_ready_after_a_part_of_the_requests(settings, caplog):
+    caplog.set_level(logging.INFO)
+    del settings["tiers"]["mapped"]  # small files are read into memory by the load
+    with hps.open(settings) as node:
+        for user in range(1, 200):
+            sample_of(node).armed = True
+            predict(node, 1 + user % 40)
+        node.load(MODEL, 2)
+    (line,) = [text for text in caplog.messages if "warmed up" in text]
+    replayed = int(line.partition("(settled) with ")[2].split()[0])
+    assert 64 <= replayed < 199, line
+
+
 def _keys_of(node, tier):
     keys = node.metrics.values(m.LOOKUP_KEYS)
     return sum(n for (_, v, _, found), n in keys.items() if (v, found) == ("2", tier))
