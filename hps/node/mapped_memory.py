@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 Pending = tuple[EmbeddingTable, KeyArray | None]
 """A table whose file is to be read into memory, and its hot keys, which come first."""
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 64 << 20
 _CHUNK_KEYS = 1 << 16
 # From this share of its pages in memory, a file is read on the fast path at once.
 _RESIDENT = 0.999
