@@ -168,12 +168,15 @@ def _request(model: str, batch: int, rows: int, *outputs: str) -> Template:
 
 @dataclass(frozen=True)
 class Side:
-    """A running server; ``address`` for requests, ``control`` for `load`."""
+    """A running server; ``address`` for requests, ``control`` for `load`.
+
+    Its clients reopen a connection that was idle for ``idle_s``."""
 
     name: str
     server: Server
     address: str
     control: str
+    idle_s: float
 
     def load(self, version: int, model: str = MODEL) -> None:
         """Serve ``version`` in place of the current one; returns when it is served. Raises OSError."""
@@ -232,7 +235,7 @@ def hps_side(folder: Path, *, gpu: bool, workers: int) -> Iterator[Side]:
         limits={"workers": workers, "request_timeout_ms": 10_000.0},
         timeout_s=300.0,
     ) as server:
-        yield Side("hps", server, server.address, server.admin)
+        yield Side("hps", server, server.address, server.admin, 60.0)
 
 
 def triton_config(version: int) -> dict[str, Any]:
@@ -277,4 +280,4 @@ def triton_side(folder: Path) -> Iterator[Side]:
     }
     arguments = ("--model-control-mode=explicit", f"--load-model={MODEL}")
     with start_triton(repository, env=env, arguments=arguments, timeout_s=300.0) as server:
-        yield Side("Triton", server, server.address, server.address)
+        yield Side("Triton", server, server.address, server.address, 1.5)

@@ -88,10 +88,13 @@ def open_load(
     connections: int = 1,
     prefix: Sequence[str] = (),
     seed: int = 1,
+    idle_s: float = 1.5,
 ) -> Iterator[Running]:
     """Send ``rate`` requests a second to ``address``, an IPv4 address and a port, until the block ends.
 
     ``rate`` 0: ``connections`` callers that send their next request when the last one is answered.
+    ``idle_s``: a connection that was idle for longer is opened again; less than the server allows, and as
+    much as possible, because new connections in a burst prolong it.
     ``prefix``: a command in front of the program, as of `taskset`. Raises RuntimeError if that failed."""
     host, _, port = address.rpartition(":")
     with tempfile.TemporaryDirectory() as folder:
@@ -102,6 +105,7 @@ def open_load(
             "seconds": seconds,
             "connections": connections,
             "seed": seed,
+            "idle": idle_s,
             "records": Path(folder, "records"),
             "kinds": len(kinds),
         }

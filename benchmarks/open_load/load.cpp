@@ -63,6 +63,8 @@ struct Plan {
   size_t connections = 1;
   uint64_t seed = 1;
   int64_t begin = 0, end = 0;
+  // A connection that was idle for so long is opened again: the server may be closing it.
+  int64_t idle = 0;
 };
 
 Kind make_kind(Options& options, const std::string& prefix) {
@@ -171,7 +173,7 @@ class Load {
     Sender& sender = *free;
     sender.due = due;
     sender.busy = true;
-    if (!sender.connection || now_ns() - sender.ended > kIdle) connect(sender);
+    if (!sender.connection || now_ns() - sender.ended > plan_.idle) connect(sender);
     sender.connection->refresh();
     sender.sent = now_ns();
     sender.connection->send_next(false);
@@ -239,8 +241,6 @@ class Load {
   }
 
   static constexpr size_t kMost = 1000;  // connections
-  // A connection that was idle for so long is opened again: the server may be closing it.
-  static constexpr int64_t kIdle = 1'500'000'000;
   const Plan& plan_;
   std::vector<char> scratch_;
   std::deque<Sender> all_;
@@ -264,6 +264,7 @@ int run(Options options) {
   plan.rate = std::stod(options.at("rate"));
   plan.connections = std::stoull(options.at("connections"));
   plan.seed = std::stoull(options.at("seed"));
+  plan.idle = static_cast<int64_t>(std::stod(options.at("idle")) * 1e9);
   plan.begin = now_ns();
   plan.end = plan.begin + static_cast<int64_t>(std::stod(options.at("seconds")) * 1e9);
   Load load(plan);
