@@ -31,6 +31,7 @@ from hps.tools.output import (
 )
 
 if TYPE_CHECKING:
+    from hps.config import Configuration
     from hps.rows.tiers import RedisRows, RocksDbRows
     from hps.tiers.base import TableName
     from hps.types import EmbeddingTable
@@ -188,7 +189,8 @@ def erase(options: EraseOptions) -> None:
     """Remove a model, or one version or table, from the stores.
 
     The model's files are kept: a configured model is loaded again when a node starts."""
-    with open_stores(options.read(), options.tier, writing=True) as stores:
+    configuration = options.read()
+    with open_stores(configuration, options.tier, writing=True) as stores:
         chosen = {store: _matching(store, options) for store in stores}
         erased = [
             {"tier": s.name, "model": n.model, "version": n.version, "table": n.name}
@@ -199,6 +201,8 @@ def erase(options: EraseOptions) -> None:
             raise NotFound(
                 f"no store holds that of model {options.model!r}; hps store ls lists all"
             )
+        if options.version is not None:
+            _warn_of_sharing(configuration, options.model, options.version, erased)
         if not options.yes:
             _confirm(erased)
         for store, names in chosen.items():
@@ -216,6 +220,21 @@ def _matching(store: RedisRows | RocksDbRows, options: EraseOptions) -> list[Tab
         and options.version in (None, name.version or 1)
         and options.table in (None, name.name)
     ]
+
+
+def _warn_of_sharing(
+    configuration: Configuration, model: str, version: int, erased: list[dict[str, Any]]
+) -> None:
+    """Name the versions whose rows are also erased, as they share tables with ``version``."""
+    from hps.models.remote.opening import repository_of
+    from hps.models.table_sharing import versions_sharing
+
+    folder = repository_of(configuration.settings.models).root / model
+    for other, tables in versions_sharing(folder, version, {e["table"] for e in erased}).items():
+        warn(
+            f"version {other} shares {', '.join(tables)} with version {version}: its rows are erased too, "
+            "with updates that were streamed into them"
+        )
 
 
 def _confirm(erased: list[dict[str, Any]]) -> None:

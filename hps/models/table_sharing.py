@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,24 @@ class BaseVersion:
 
     def table(self, name: str) -> Path:
         return self.folder / TABLES_FOLDER / name
+
+
+def versions_sharing(model: Path, version: int, tables: Collection[str]) -> dict[int, list[str]]:
+    """The other versions in the folder ``model`` that have some of ``tables`` from ``version``: their names.
+
+    Such a version's rows are stored under ``version``. Versions without a readable manifest are left out."""
+    found: dict[int, list[str]] = {}
+    for path in model.glob(f"*/{FILE_NAME}"):
+        with suppress(ModelError, OSError):
+            manifest = read_manifest(path)
+            shared = [
+                table
+                for table in sorted({*tables} & {*manifest.tables})
+                if manifest.origin(table).version == version != manifest.version
+            ]
+            if shared:
+                found[manifest.version] = shared
+    return dict(sorted(found.items()))
 
 
 def find_base(model: Path, version: int, base: Base) -> BaseVersion | None:

@@ -20,6 +20,8 @@ from typer.testing import CliRunner, Result
 import hps
 from benchmarks.peers.redis_server import RedisServer
 from hps.cli.main import app
+from hps.config.model_schema import ModelSpec
+from hps.models.version_writer import write_version
 from tests.support.redis_servers import shared_server
 from tests.support.waiting import PATIENT_GUARD, until
 
@@ -189,6 +191,28 @@ def test_unconfigured_tables_are_listed_and_erased(loaded: Any, tmp_path: Path) 
     left = {(e["tier"], e["table"]): e["rows"] for e in printed("ls", *other_process)}
     assert left == {("redis", "words"): 1000, ("rocksdb", "words"): 1000}
     assert "no store holds that" in error_line("erase", "clicks", "--yes", *other_process)
+
+
+def test_erase_names_versions_that_share_the_tables(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    spec = ModelSpec.model_validate(
+        {"name": "m", "tables": [{"name": "same", "dim": 2}, {"name": "new", "dim": 2}]}
+    )
+    for version in (1, 2):
+        rows = np.full((50, 2), version, np.float32)
+        tables = {"same": (np.arange(50), rows * 0 + 1), "new": (np.arange(50), rows)}
+        write_version(models, spec, version, tables)
+    settings = {
+        "models": {"repository": str(models)},
+        "tiers": {"rocksdb": {"path": str(tmp_path / "db")}, "mapped": {"enabled": False}},
+    }
+    (config := tmp_path / "hps.yaml").write_text(json.dumps(settings))
+    printed("load", "--config", config)
+    result = run("erase", "m", "--version", 1, "--yes", "--config", config)
+    assert result.exit_code == 0, result.stderr
+    assert "version 2 shares same with version 1: its rows are erased too" in result.stderr
+    printed("load", "--config", config)
+    assert "shares" not in run("erase", "m", "--version", 2, "--yes", "--config", config).stderr
 
 
 # -- rows ------------------------------------------------------------------------------------------
