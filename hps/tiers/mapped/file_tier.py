@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from hps.errors import ModelError, TierError
+from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.mapped.faults import MappedFaults
 from hps.tiers.mapped.overlaid_table import OverlaidTable
 from hps.tiers.rocksdb.damage import DamagedFiles
 from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, VersionArray
 
-log = logging.getLogger(__name__)
 NAME = "mapped"
 
 
@@ -30,6 +29,11 @@ class MappedFileTier:
         self._shared = shared
         self._tables: dict[EmbeddingTable, OverlaidTable] = {}
         self.damage = DamagedFiles(Path())
+        self._faults = MappedFaults(
+            self.damage,
+            "Import the version again, or start the node with tiers.rocksdb.enabled: true and without the "
+            "file",
+        )
 
     def open(
         self, table: EmbeddingTable, path: Path, version: int, delta: Path | None = None
@@ -60,8 +64,7 @@ class MappedFileTier:
             try:
                 hidden, absent = mapped.fetch(part)
             except RuntimeError as error:
-                mapped.unreadable = str(error)
-                self._report(part.table, mapped.file.header.path, str(error))
+                self._faults.set_unreadable(part.table, mapped, error)
                 hidden, absent = mapped.fetch(part)
             part.missing = np.sort(np.concatenate([hidden, absent]))
             if mapped.may_be_damaged(part.keys[part.missing]) and NAME not in ctx.degraded:
@@ -70,33 +73,7 @@ class MappedFileTier:
     def check_blocks(self, table: EmbeddingTable, first: int = 0, n: int | None = None) -> int:
         """See `MappedTier.check_blocks`."""
         mapped = self._tables.get(table)
-        if mapped is None:
-            return 0
-        try:
-            damaged = mapped.damaged_blocks(first, n)
-        except ModelError as error:
-            mapped.unreadable = str(error)
-            self._report(table, mapped.file_of_block(first), str(error))
-            return 1
-        for block in damaged:
-            mapped.mark_damaged(block)
-        if damaged:
-            self._report(
-                table, mapped.file_of_block(damaged[0]), f"wrong checksum in block {damaged[0]}"
-            )
-        return len(damaged)
-
-    def _report(self, table: EmbeddingTable, path: Path, reason: str) -> None:
-        if self.damage.add(path, table.id):
-            log.error(
-                "mapped file %s of table %s is damaged: %s. Rows in the damaged part are answered by the "
-                "default, and marked degraded. Import the version again, or start the node with "
-                "tiers.rocksdb.enabled: true and without the file",
-                path,
-                table.id,
-                reason,
-            )
-            self.damage.changed()
+        return 0 if mapped is None else self._faults.check_blocks(table, mapped, first, n)
 
     def insert(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from hps.errors import ModelError, TierError
 from hps.tiers.base import Part, restrict_part
+from hps.tiers.mapped.faults import MappedFaults
 from hps.tiers.mapped.ordered_scan import ordered_rows
 from hps.tiers.mapped.overlaid_table import OverlaidTable
 from hps.tiers.mapped.overlay_keys import CollectedKeys, OverlaidKeys
@@ -69,6 +70,11 @@ class MappedTier(RocksDbTier):
         self._by_table: dict[EmbeddingTable, OverlaidTable | None] = {}
         self._by_name: dict[str, OverlaidTable] = {}
         super().__init__(path, **options)
+        remedy = (
+            "Remove the file and start the node again, which then loads the table into RocksDB from the "
+            "model's other files"
+        )
+        self._faults = MappedFaults(self.damage, remedy, self._database.lock)
 
     def _make_rows(self, clock: Callable[[], float]) -> VersionedRows:
         self._overlay_rows = OverlayRows(self._database, clock, self._overlaid)
@@ -273,38 +279,9 @@ class MappedTier(RocksDbTier):
         return {file: table for file, table in found if Path(file).is_absolute()}
 
     def check_blocks(self, table: EmbeddingTable, first: int = 0, n: int | None = None) -> int:
-        """Verify ``n`` blocks of a table's mapped file from ``first`` on; return the number of bad ones.
-
-        Their rows are hidden from then on: they are answered by the default, and marked degraded."""
+        """See `MappedFaults.check_blocks`; 0 for a table without a mapped file."""
         mapped = self._overlaid(table)
-        if mapped is None:
-            return 0
-        try:
-            damaged = mapped.damaged_blocks(first, n)
-        except ModelError as error:
-            mapped.unreadable = str(error)
-            self._report(table, mapped.file_of_block(first), str(error))
-            return 1
-        if damaged:
-            with self._database.lock:
-                for block in damaged:
-                    mapped.mark_damaged(block)
-            path = mapped.file_of_block(damaged[0])
-            self._report(table, path, f"wrong checksum in block {damaged[0]}")
-        return len(damaged)
-
-    def _report(self, table: EmbeddingTable, path: Path, reason: str) -> None:
-        if not self.damage.add(path, table.id):
-            return
-        log.error(
-            "mapped file %s of table %s is damaged: %s. Rows in the damaged part are answered by the "
-            "default, and marked degraded. Remove the file and start the node again, which then loads the "
-            "table into RocksDB from the model's other files",
-            path,
-            table.id,
-            reason,
-        )
-        self.damage.changed()
+        return 0 if mapped is None else self._faults.check_blocks(table, mapped, first, n)
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -375,8 +352,7 @@ class MappedTier(RocksDbTier):
         try:
             return mapped.fetch(part)
         except RuntimeError as error:
-            mapped.unreadable = str(error)
-            self._report(part.table, mapped.file.header.path, str(error))
+            self._faults.set_unreadable(part.table, mapped, error)
             return mapped.fetch(part)
 
     def _fetch_overlay_first(self, part: Part, mapped: OverlaidTable) -> bool:
