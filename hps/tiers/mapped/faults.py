@@ -46,10 +46,10 @@ class MappedFaults:
         except ModelError as error:
             self.set_unreadable(table, mapped, error, first)
             return 1
-        with self._lock:
-            for block in damaged:
-                mapped.mark_damaged(block)
         if damaged:
+            with self._lock:
+                for block in damaged:
+                    mapped.mark_damaged(block)
             reason = f"wrong checksum in block {damaged[0]}"
             self._report(table, mapped.file_of_block(damaged[0]), reason)
         return len(damaged)
