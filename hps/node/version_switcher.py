@@ -21,6 +21,7 @@ from hps.node.version_choice import ChoiceFile, VersionChoice
 from hps.node.version_loader import LoadedModel, NodeParts, VersionLoader
 from hps.node.version_retirement import LastRequest, ReplacedVersion, VersionRetirement
 from hps.observability import metric_names as m
+from hps.observability.metric_traffic import ROLLBACK_REASONS
 from hps.periodic import PeriodicThread
 from hps.threads import SWITCH_S
 from hps.tiers.node import AttachedProcesses, LoadedVersion
@@ -325,7 +326,9 @@ class VersionSwitcher:
         """Create the counters at the start: an alert would miss the first increment otherwise."""
         self._node.metrics.counter(m.MODEL_SWITCHES, served, "load")
         self._node.metrics.counter(m.MODEL_LOADS, served, "failed")
-        for reason in ("errors", "latency", "scores"):
+        for result in ("settled", "timed_out", "failed"):
+            self._node.metrics.counter(m.MODEL_WARM_UPS, served, result)
+        for reason in ROLLBACK_REASONS:
             self._node.metrics.counter(m.MODEL_AUTOMATIC_ROLLBACKS, served, reason)
 
     def _served_gauge(self) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hps.observability import metric_names as m
 from hps.observability.metric_spec import MetricSpec
 
+ROLLBACK_REASONS = ("errors", "latency", "scores")
+
 _VERSION = ("model", "version")
 _DIFFERENCES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
 

@@ -26,6 +26,7 @@ from hps.node.serving_context import dense_concurrency
 from hps.node.traffic_split import TrafficSplit
 from hps.node.version_choice import policy_of
 from hps.observability import metric_names as m
+from hps.observability.metric_traffic import ROLLBACK_REASONS
 from hps.observability.metric_triton import TRITON
 from hps.observability.metrics import Metrics
 from services.frontend.admission.controller import AdmissionController
@@ -149,6 +150,9 @@ class FrontendState(ServerState[OpenModels]):
             is_watched = rule is not None and rule.rollback is not None
             entry.watch = (entry.watch or _watch_of(entry)) if is_watched else None
             entry.shadow = self._shadow_of(entry, rule)
+            if is_watched:  # an alert would miss the first increment of a new counter
+                for reason in ROLLBACK_REASONS:
+                    node.metrics.counter(m.MODEL_AUTOMATIC_ROLLBACKS, entry.served.name, reason)
         self.admission.retain([entry.endpoint for entry in self.all_entries])
         self.node = node
         for changed in self._model_watchers:

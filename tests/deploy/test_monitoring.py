@@ -61,7 +61,6 @@ ELSEWHERE = {
     m.TABLE_BYTES,
     m.DENSE_FALLBACKS,
     m.MODEL_LABEL,
-    m.MODEL_WARM_UPS,
     *(spec.name for spec in TRAFFIC if "_shadow_" in spec.name),
     m.DOWNLOAD_BYTES,
     m.DOWNLOAD_SECONDS,

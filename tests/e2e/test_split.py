@@ -260,8 +260,8 @@ def test_scores_follow_updates_over_every_interface(
         until(lambda: all_close(triton_frontend, model, wanted))
 
 
-# Panels of other deployments: with GPUs, workers, batches, certificates, failures, rejections; of models
-# that were served a day ago.
+# Panels of other deployments: with GPUs, workers, batches, certificates, failures, rejections, mirrored
+# requests, updates with a training step; of models that were served a day ago.
 OTHER_DEPLOYMENTS = {
     *("gpus: Fetch (p99)", "gpus: Hit rate by table and version", "gpus: Fill level"),
     "gpus: Memory of GPU caches, and pinned host memory",
@@ -270,6 +270,9 @@ OTHER_DEPLOYMENTS = {
     *("gpus: Memory used, share", "gpus: Memory used, bytes"),
     *("models: Failures by version", "models: Mean score, now and a day ago"),
     "models: Queued runs, and fallback runs without Triton",
+    *("models: Mirrored requests", "models: Mirrored answers that differ, share of rows"),
+    "models: Largest difference of mirrored answers (p99), and their duration (p99)",
+    "models: Network behind its rows",
     *("overview: Certificates: days left", "overview: Errors", "overview: Failures by code"),
     *("overview: Failures by role", "overview: Rejected requests", "overview: Workers"),
     "overview: Batch size (mean)",

@@ -21,6 +21,7 @@ from hps.config.model_schema import ModelSpec
 from hps.models.version_writer import write_version
 from hps.native import COMPILED
 from hps.observability import metric_names as m
+from hps.observability.metric_traffic import ROLLBACK_REASONS
 from tests.integration.test_model_switch import Server
 from tests.support.network_variants import variant
 from tests.support.small_models import RANKING
@@ -138,6 +139,15 @@ def listed(server):
     return {each["version"]: each for each in index if each["name"] == "clicks"}
 
 
+def counted_rollbacks(server):
+    """Automatic rollbacks of this process by reason."""
+    with urllib.request.urlopen(f"http://{server.hps.admin}/metrics") as reply:
+        found = re.findall(
+            m.MODEL_AUTOMATIC_ROLLBACKS + r"{.*?reason=\"(.*?)\"} (\d+)", reply.read().decode()
+        )
+    return {reason: int(count) for reason, count in found}
+
+
 def rolled_back(server, version):
     time.sleep(0.1)
     return listed(server)[str(version)].get("reason", "") not in ("", "unloaded")
@@ -156,11 +166,9 @@ def test_a_bad_canary_loses_its_share(served, version):
     assert {*clients.versions[-100:]} == {1}
     log = server.hps.log.read_text()
     assert f"version {version} rolled back automatically, version 1 answers its requests" in log
-    with urllib.request.urlopen(f"http://{server.hps.admin}/metrics") as reply:
-        counted = re.findall(
-            m.MODEL_AUTOMATIC_ROLLBACKS + r"{.*?reason=\"(.*?)\"} 1", reply.read().decode()
-        )
-    assert counted == [REASONS[version]]
+    assert counted_rollbacks(server) == {
+        reason: int(reason == REASONS[version]) for reason in ROLLBACK_REASONS
+    }
 
 
 def test_a_bad_switch_goes_back(served):
@@ -210,6 +218,8 @@ def test_front_ends_follow_rules_and_withdraw_by_themselves(tmp_path):
             post(node, "load", version=2, beside=True)
             post(node, "traffic", weights={"5": 50, "2": 20}, rollback=BOUNDS)
             until(lambda: listed(front).get("2", {}).get("weight") == 20)
+            # an alert would miss the first increment of a new counter
+            assert counted_rollbacks(front) == dict.fromkeys(ROLLBACK_REASONS, 0)
             clients = Clients(front)
             clients.odd = True
             try:
