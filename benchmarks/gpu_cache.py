@@ -32,7 +32,6 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu_fetch_during_writes import measure_with_writer
 from benchmarks.gpu_policies import measure_hit_rates, measure_policies
-from benchmarks.gpu_serving import measure_serving
 from benchmarks.measure import versions
 from benchmarks.peers import gpu as peers
 from hps.cuda import launch
@@ -98,7 +97,6 @@ BARS = (
         "2,000 host keys x 16, 85 % hits, rest from the CPU cache, p50 ms",
         at_most=0.15,
     ),
-    Bar("predict_1024", "whole prediction, batch 1,024, p50 ms", at_most=0.5),
 )
 
 
@@ -311,7 +309,6 @@ def run(options: Options) -> Report:
     measure_pinned(report)
     measure_hit_rates(report, options.seed)
     measure_host(report)
-    measure_serving(report, options.seed)
     return report
 
 
@@ -323,14 +320,12 @@ BENCHMARK = Benchmark(
     measured=(
         "hps/cuda",
         "hps/tiers/gpu",
-        *("hps/predict/device_path.py", "hps/dense/lanes.py"),
-        *("hps/lookup/gpu/miss_fill.py", "hps/lookup/gpu/prepared_lookups.py"),
     ),
     helpers=(
         *("benchmarks/common.py", "benchmarks/measure.py", "benchmarks/gpu.py"),
         *("benchmarks/gpu_gather.py", "benchmarks/gpu_gather.cu"),
         "benchmarks/gpu_fetch_during_writes.py",
-        *("benchmarks/gpu_policies.py", "benchmarks/gpu_serving.py"),
+        "benchmarks/gpu_policies.py",
         *(f"benchmarks/peers/gpu{name}" for name in (".py", "_common.cuh")),
         *(f"benchmarks/peers/gpu_{peer.name}.cu" for peer in peers.PEERS),
     ),

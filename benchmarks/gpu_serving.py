@@ -1,11 +1,13 @@
-"""End-to-end latency of a node on a GPU, from Python: lookups whose vectors stay there, and predictions.
+"""Latency of a node on a GPU, from Python: lookups whose vectors stay there, and predictions.
 
 26 tables of 32-wide rows as in DLRM-v2, one key each per sample, and an 845-1024-1024-512-1 network. Nodes
-on the same files, on the GPU and on the CPU, alternate.
+on the same files, on the GPU and on the CPU, alternate. `benchmarks/gpu_server.py` measures the same model
+behind REST and gRPC.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,9 +18,11 @@ from typing import Any
 import numpy as np
 
 import hps
-from benchmarks.common import Report
+from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.gpu import percentiles
+from benchmarks.measure import versions
 from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec, TensorSpec
+from hps.cuda.loader import cupy, missing_requirement
 from hps.models.version_writer import write_version
 
 TABLES, DIM, ROWS = 26, 32, 30_000
@@ -27,8 +31,15 @@ BATCHES = (1, 64, 1024, 16_384)
 ROUNDS, REST_S, WARM_UP_S, WARM_UPS = 4, 0.2, 0.3, 10
 NAMES = [f"t{i}" for i in range(TABLES)]
 
+BARS = (Bar("predict_1024", "whole prediction, batch 1,024, p50 ms", at_most=0.5),)
 
-def measure_serving(report: Report, seed: int) -> None:
+
+def run(options: Options) -> Report:
+    report, seed = Report(), options.seed
+    report.figures["device"] = cupy().cuda.runtime.getDeviceProperties(0)["name"].decode()
+    report.figures["versions"] = versions(
+        "numpy", "cupy-cuda12x", "cupy-cuda13x", "onnxruntime-gpu"
+    )
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         gpu = {"use": "required", "capacity_bytes": 1 << 33}
@@ -44,6 +55,7 @@ def measure_serving(report: Report, seed: int) -> None:
         finally:
             for node in (*nodes.values(), host):
                 node.close()
+    return report
 
 
 def measure_predictions(report: Report, seed: int, nodes: dict[str, Any], host: Any) -> None:
@@ -166,3 +178,20 @@ def _alternate_calls(
                 call(*request)
                 times[name].append(time.perf_counter() - start)
     return times
+
+
+BENCHMARK = Benchmark(
+    name="gpu_serving",
+    title="A node on a GPU, from Python: predictions and lookups",
+    run=run,
+    bars=BARS,
+    measured=(
+        *("hps/cuda", "hps/tiers/gpu", "hps/lookup/gpu"),
+        *("hps/predict", "hps/dense", "hps/node/node.py", "hps/array_inputs.py"),
+    ),
+    helpers=("benchmarks/common.py", "benchmarks/measure.py", "benchmarks/gpu.py"),
+    missing_requirement=missing_requirement,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))
