@@ -171,7 +171,7 @@ class SwitchCrashRun:
         if number in versions:
             assert self._change("load", version=number, beside=True)[0] == 200
             self._whole(number)
-            self._change("unload", version=number)
+            self._unload(number)
 
     def _publish(self, kill_after_s: float | None) -> int:
         """Publish another version; returns its number."""
@@ -216,7 +216,7 @@ class SwitchCrashRun:
         if version not in self._downloaded:
             self._downloaded.add(version)
             self._change("load", version=version, beside=True)
-            self._change("unload", version=version)
+            self._unload(version)
         self._kill_change("load", self._served.switched(version), "load", version=version)
 
     def _kill_switch(self) -> None:
@@ -312,8 +312,17 @@ class SwitchCrashRun:
         for label in self._served.labels:
             assert self._change("label", label=label, version=None)[0] == 200
         for version in sorted(self._served.versions - {self._served.current}):
-            self._change("unload", version=version)
+            self._unload(version)
         self._observe()
+
+    def _unload(self, version: int) -> None:
+        """Stop serving a version beside the current one. The node does not roll back to it any more.
+
+        The request may be rejected: for a label, or because a version kept for a rollback was freed."""
+        status, answer = self._change("unload", version=version)
+        assert status in (200, 400, 404), answer
+        if status == 200 and version == self._served.previous:
+            self._served = replace(self._served, previous=None)
 
     # -- requests ----------------------------------------------------------------------------------
 
