@@ -254,6 +254,15 @@ def placed() -> Iterator[list[str]]:
         os.sched_setaffinity(0, found)
 
 
+@contextmanager
+def finished_parts_kept(report: Report, part: str) -> Iterator[None]:
+    """Note the failure of a part; its bars are missed then."""
+    try:
+        yield
+    except OSError as error:
+        report.notes.append(f"{part} failed: {str(error)[:500]}")
+
+
 def run(options: Options) -> Report:
     """Switches, loads of another model, Triton; each part in its own server."""
     extra, quick = options.extra, options.quick
@@ -274,9 +283,11 @@ def run(options: Options) -> Report:
         read_mapped(folder / "models", MODEL)
         with hps_side(folder, gpu=gpu, workers=extra.get("workers") or 0) as side:
             _switches(report, lines, side, rows, load, options)
-            _other(report, lines, side, rows, load, options)
+            with finished_parts_kept(report, "another model"):
+                _other(report, lines, side, rows, load, options)
         if not extra.get("without_triton"):
-            _triton(report, lines, folder, rows, load, options)
+            with finished_parts_kept(report, "Triton"):
+                _triton(report, lines, folder, rows, load, options)
     report.tables["latencies without and with changes"] = lines
     return report
 

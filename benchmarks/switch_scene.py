@@ -222,10 +222,10 @@ def _anonymous_kb(pid: int) -> int:
 
 @contextmanager
 def hps_side(folder: Path, *, gpu: bool, workers: int) -> Iterator[Side]:
-    """``hps serve`` with version 1; a replaced version is freed at once, so that each load is a whole one."""
-    tiers: dict[str, Any] = {"gpu": {"use": "required" if gpu else "off"}}
-    if gpu:
-        tiers["gpu"]["capacity_bytes"] = 1 << 30
+    """``hps serve`` with version 1; a replaced version is freed at once, so that each load is a whole one.
+
+    A GPU has room for half of the rows of each version."""
+    tiers = {"gpu": {"use": "required", "share": 0.5} if gpu else {"use": "off"}}
     models = {"rollback_s": 0, "serve": {MODEL: {"version": 1}}}
     with start_hps(
         folder,
