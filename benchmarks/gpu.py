@@ -115,7 +115,7 @@ class FilledTable:
     def fetch_time(
         self, n: int, *, form: int = launch.ROWS, advance: str = "", by: int = 1
     ) -> float:
-        """Seconds of a fetch of ``n`` keys; the table's attribute ``advance`` grows by ``by`` before each."""
+        """Seconds of a fetch of ``n`` keys; before each, ``advance`` of the table's clock grows by ``by``."""
         cp, held = cupy(), self.cache.held(self.table)
         numbers = form == launch.NUMBERS
         out = cp.empty(n if numbers else (n, self.table.dim), np.uint32 if numbers else np.float32)
@@ -123,7 +123,7 @@ class FilledTable:
 
         def prepare() -> Any:
             if advance:
-                setattr(held, advance, getattr(held, advance) + by)
+                setattr(held.clock, advance, getattr(held.clock, advance) + by)
             misses[:4] = 0
             return self.keys(n)
 

@@ -107,9 +107,9 @@ def measure_fetch(report: Report, capacity: int, dims: tuple[int, ...]) -> None:
         filled = FilledTable.make(dim, capacity)
         filled.settle()
         row, still = fetch_row(filled)
-        ticking = filled.fetch_time(CALL, advance="clock")
-        age = filled.cache.held(filled.table).age
-        stamping = filled.fetch_time(CALL, advance="clock", by=age)
+        ticking = filled.fetch_time(CALL, advance="ticks")
+        age = filled.cache.held(filled.table).clock.age
+        stamping = filled.fetch_time(CALL, advance="ticks", by=age)
         row |= {"ticking B/s": CALL / ticking / 1e9, "every hit stamps B/s": CALL / stamping / 1e9}
         if capacity == SMALL:
             report.values[f"ticking_{dim}"] = still / ticking

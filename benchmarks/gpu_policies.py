@@ -27,7 +27,7 @@ def measure_policies(report: Report, capacity: int) -> None:
     and its insert into a full table."""
     rows = []
     for policy, advance in (
-        (EvictionPolicy.LRU, "clock"),
+        (EvictionPolicy.LRU, "ticks"),
         (EvictionPolicy.EPOCH_LRU, "epoch"),
         (EvictionPolicy.LFU, "epoch"),
         (EvictionPolicy.SCORE, ""),
@@ -120,7 +120,7 @@ def hit_rate(
     vectors, stamps = np.zeros((BATCH, 4), np.float32), np.full(BATCH, NOW, np.uint64)
     missed = 0
     for turn, keys in enumerate(batches_of(trace)):
-        held.epoch = turn // epoch_batches if epochs else 0
+        held.clock.epoch = turn // epoch_batches if epochs else 0
         part = device_part(table, keys)
         cache.fetch([part], FetchContext())
         left = keys[part.missing]

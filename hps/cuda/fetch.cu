@@ -29,7 +29,7 @@ struct FetchPart {
   u32 first_block;
   u32 now;
   u32 policy;  // 0: hits are not stamped
-  u32 code;
+  u32 code;    // the source in the low byte; the high half are those of the bits `hidden`
 };
 
 constexpr int PARTS = 32;
@@ -119,6 +119,9 @@ __device__ __forceinline__ Slot load_slot(const char* at) {
   return KEEP ? load_slot_kept(at, keep_policy()) : load_slot(at);
 }
 
+// The bits of a word that hide its row from this part.
+__device__ __forceinline__ u32 hidden_of(const FetchPart& p) { return p.code & 0xffff0000u; }
+
 // The keys of a warp, one a lane; lanes from KEYS on have no key.
 struct Query {
   u64 key;
@@ -139,17 +142,14 @@ struct Rest {
 template <int FORM>
 __device__ __forceinline__ bool is_use(const FetchPart& p, u32 word) {
   if (!(word & TOMBSTONE)) return true;
-  return FORM == TIER && __ldcg(p.row_versions + (word & ROW_MASK)) >= p.oldest_tombstone;
+  return FORM == TIER &&
+         __ldcg(p.row_versions + (word & row_mask(hidden_of(p)))) >= p.oldest_tombstone;
 }
 
 template <int FORM, bool STAMP>
 __device__ __forceinline__ void stamp(const FetchPart& p, u32 half, int rank, const Slot& slot) {
   if (STAMP && is_use<FORM>(p, slot.word))
     stamp_slot(slot_at(p.lines, half, rank), slot.score, p.now, p.policy);
-}
-
-__device__ __forceinline__ bool holds(const Slot& slot, u64 key) {
-  return slot.key == key && !(slot.word & EMPTY);
 }
 
 // Searches the home halves of the warp's `count` keys: four lanes read the half of a key, all loads
@@ -167,7 +167,7 @@ __device__ __forceinline__ void search_homes(const FetchPart& p, Query& q, u32 c
 #pragma unroll
   for (int r = 0; r < KEYS / 8; r++) {
     const u64 key = __shfl_sync(WARP, q.key, 8 * r + lane / HALF);
-    const bool hit = holds(slot[r], key) && 8 * r + lane / HALF < count;
+    const bool hit = holds(slot[r], key, hidden_of(p)) && 8 * r + lane / HALF < count;
     const u32 hits = __ballot_sync(WARP, hit) >> mine & 15;
     const u32 word = __shfl_sync(WARP, slot[r].word, (mine + __ffs(hits) - 1) & 31);
     if (q.open && hits && lane / 8 == r) q.word = word, q.open = false;
@@ -200,7 +200,8 @@ __device__ __forceinline__ void search_rest(const FetchPart& p, Query& q) {
   u32 todo;
   while ((todo = __ballot_sync(WARP, q.open))) {
     const Rest rest = load_rest<KEEP>(p, q, todo);
-    const bool one = holds(rest.one, rest.key), two = holds(rest.two, rest.key);
+    const bool one = holds(rest.one, rest.key, hidden_of(p));
+    const bool two = holds(rest.two, rest.key, hidden_of(p));
     const int order = __popc(todo & ((1u << lane) - 1));  // the key's among the open ones
     const u32 all = __ballot_sync(WARP, one || two), hits = order < 4 ? all >> 8 * order & 255 : 0;
     const u32 word =
@@ -284,13 +285,14 @@ __device__ __forceinline__ void copy(const FetchPart& p, u32 row, u32 at) {
 template <int FORM, bool SWEEP>
 __device__ __forceinline__ u32 answer(const FetchArgs& a, const FetchPart& p, const Query& q, u32 i,
                                       u32 at, bool& miss) {
-  u32 row = q.word & (EMPTY | TOMBSTONE) ? NO_ROW : q.word & ROW_MASK;
+  const u32 number = q.word & row_mask(hidden_of(p));
+  u32 row = q.word & (EMPTY | TOMBSTONE) ? NO_ROW : number;
   miss = row == NO_ROW;
   if (FORM == NUMBERS) ((u32*)p.out)[at] = row;
   if (FORM == TIER && !(q.word & EMPTY)) {
     // Bypasses the first-level cache, which may hold this sector as it was before the version was
     // written.
-    const u64 version = __ldcg(p.row_versions + (q.word & ROW_MASK));
+    const u64 version = __ldcg(p.row_versions + number);
     if (row == NO_ROW) miss = version < p.oldest_tombstone;
     if (!miss) p.versions[at] = version;
     if (row != NO_ROW) p.source[at] = (u8)p.code;

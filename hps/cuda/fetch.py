@@ -142,7 +142,7 @@ class FetchWorkspace:
                 )
             )
         for table in plan.timed:
-            table.publish_now()
+            table.clock.publish()
         native = plan.native
         what = plan.function(addresses), plan.keys_a_block, parts, self.misses.reserve(total)
         at = stream.ptr, readers.end_of(stream).ptr
@@ -191,7 +191,7 @@ class FetchWorkspace:
             part["versions"] = 0 if versions is None else versions.data.ptr
             part["source"] = 0 if source is None else source.data.ptr
             part["oldest_tombstone"] = oldest
-            part["first_block"], part["now"] = blocks, table.now
+            part["first_block"], part["now"] = blocks, table.clock.now
             addresses |= rows.data.ptr
             base += n
             blocks += blocks_of(n, plan.tile)
@@ -217,11 +217,11 @@ class _Plan:
         self.tile = tile_of(max(sizes), keys)
         self.keys_a_block = BLOCK // self.tile
         self._size = max(sizes) if len(sizes) == 1 else 0
-        self._stamp = any(table.stamping for table in tables)
+        self._stamp = any(table.clock.stamping for table in tables)
         self._kernels: dict[int, FetchKernels] = {}
         self._functions: dict[int, int] = {}
         self.host_bytes = max(table.shape.host_bytes for table in tables)
-        self.timed = [table for table in tables if table.is_timed]
+        self.timed = [table for table in tables if table.clock.is_timed]
         self.args = args = KernelStruct(FETCH_ARGS)
         args["miss_count"] = workspace.counts.data.ptr
         args["done"] = workspace.counts.data.ptr + 4
@@ -231,12 +231,12 @@ class _Plan:
                 args.array.data,
                 PARTS_AT + index * PART.size,
                 *(*table.pointers, 0, 0, 0, 0, 0, 0, *table.sizes),
-                *(0, 0, 0, 0, table.stamping, launch.GPU_CODE),
+                *(0, 0, 0, 0, table.clock.stamping, table.code),
             )
         self.native: Any = None
         if COMPILED:
             count, count_args = workspace.count.address, workspace.count_args.array.ctypes.data
-            now = [table.now_cell.ctypes.data for table in tables]
+            now = [table.clock.cell.ctypes.data for table in tables]
             self.native = FetchLaunch.make(args.array.ctypes.data, count, count_args, now)
 
     def function(self, addresses: int) -> int:
@@ -305,7 +305,11 @@ class DirectFetch:
         part["lines"], part["rows"], part["host_rows"], part["row_versions"] = table.pointers
         part["buckets"], part["stride"], part["row_bytes"], part["on_device"] = table.sizes
         part["keys"], part["out"], part["n"] = keys.data.ptr, out.data.ptr, len(keys)
-        part["now"], part["policy"] = table.now, table.stamping
+        part["now"], part["policy"], part["code"] = (
+            table.clock.now,
+            table.clock.stamping,
+            table.code,
+        )
         unit = 16 if numbers else unit_of(table.table.row_bytes | out.data.ptr)
         kernels = self._kernels_for(table, variant, tile, unit)
         stream, blocks, later = cupy().cuda.get_current_stream(), blocks_of(len(keys), tile), None
@@ -321,7 +325,7 @@ class DirectFetch:
     ) -> FetchKernels:
         form, defines = variant.form, variant.defines
         units = 0 if form == launch.NUMBERS else units_of(table.table.row_bytes, unit)
-        stamp = variant.stamp and bool(table.stamping)
+        stamp = variant.stamp and bool(table.clock.stamping)
         key = tile, unit, units, form, stamp, defines
         kernels = self._kernels.get(key)
         if kernels is None:

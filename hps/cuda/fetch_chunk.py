@@ -130,7 +130,7 @@ class FetchChunk:
                 args.array.data,
                 PARTS_AT + part * PART.size,
                 *(*table.pointers, keys_at, 0, 0, 0, source, 0, *table.sizes),
-                *(size, self.bases[part], self._blocks, 0, table.stamping, launch.GPU_CODE),
+                *(size, self.bases[part], self._blocks, 0, table.clock.stamping, table.code),
             )
             self._blocks += blocks_of(size, tile)
         args["parts"] = len(held)
@@ -143,12 +143,12 @@ class FetchChunk:
             unit,
             units_of(widths[0], unit) if alike else 0,
             launch.VECTORS,
-            stamp=any(table.stamping for table in held),
+            stamp=any(table.clock.stamping for table in held),
         )
         self._windows = windows_of(max(table.shape.host_bytes for table in held), n)
         self._later = cupy().empty(n, np.uint32) if self._windows > 1 else None
         self._addresses = [0] * len(self._device_parts)
-        self.timed = [table for table in held if table.is_timed]
+        self.timed = [table for table in held if table.clock.is_timed]
         self.native: Any = self._native_launch() if self._windows == 1 else None
 
     def _native_launch(self) -> Any:
@@ -159,7 +159,7 @@ class FetchChunk:
             address_of(self._args.array),
             self._count.address,
             address_of(self._count_args.array),
-            [address_of(table.now_cell) for table in self._held],
+            [address_of(table.clock.cell) for table in self._held],
         )
         native.prepare_block(
             self._kernels.one().address,
@@ -223,7 +223,7 @@ class FetchChunk:
             return
         for (part, _, _), address in zip(self._device_parts, self._addresses, strict=True):
             self._keys[part] = address
-        self._now[:] = [table.now for table in self._held]
+        self._now[:] = [table.clock.now for table in self._held]
         np.add(self._offsets, np.uint64(block), out=self._outs)
         readers.run(stream, partial(self._run, stream))
         if self._is_counted_behind:
@@ -235,7 +235,7 @@ class FetchChunk:
         if used is not None or self._partial:
             self._limit(used)
         for table in self.timed:
-            table.publish_now()
+            table.clock.publish()
 
     def fill_steps(
         self, keys_at: Sequence[int], hotness: Sequence[int], tables: Sequence[Any]
@@ -247,7 +247,7 @@ class FetchChunk:
             self._keys[part] = keys_at[index] + offset
         self._outs[:] = self._place_outs[:] = self._offsets
         fresh = [
-            (address_of(self._now[i : i + 1]), address_of(table.now_cell))
+            (address_of(self._now[i : i + 1]), address_of(table.clock.cell))
             for i, table in enumerate(self._held)
         ]
         steps = [_kernel_step(self._kernels.one(), self._blocks, self._args, fresh)]

@@ -17,8 +17,8 @@ constexpr u32 EMPTY = 1u << 31;
 constexpr u32 TOMBSTONE = 1u << 30;
 constexpr u32 CLAIMED = 1u << 29;
 constexpr u32 ROW_MASK = CLAIMED - 1;
+constexpr u32 MEMBERS = 7u << 26;  // hide the row from members, if the table can have some
 constexpr u32 NO_ROW = 0xffffffffu;
-constexpr u32 NO_SLOT_ROW = ROW_MASK;  // in an empty slot of a roomy table
 constexpr int COUNT_BITS = 20;
 constexpr int POLICY_BITS = 8;
 constexpr int BLOCK = 256;  // threads of a block, in every kernel
@@ -46,6 +46,13 @@ __device__ __forceinline__ u32 second_half(u64 hash, u32 buckets, u32 home) {
   u32 b = __umulhi((u32)hash, buckets);
   if (b == home >> 1) b = b + 1 == buckets ? 0 : b + 1;
   return b * 2;
+}
+
+// `hidden`: the bits of a word that hide its row from the caller: EMPTY and, where a table can have
+// members, the caller's. Returns the bits of row numbers; in an empty slot of a roomy table all of
+// them are set.
+__device__ __forceinline__ u32 row_mask(u32 hidden) {
+  return hidden & MEMBERS ? ROW_MASK & ~MEMBERS : ROW_MASK;
 }
 
 // The three fields of a slot, always read as one value; also written as one, unless only the word
@@ -116,11 +123,15 @@ __device__ __forceinline__ u64 keep_policy() {
   return policy;
 }
 
+__device__ __forceinline__ bool holds(const Slot& slot, u64 key, u32 hidden) {
+  return slot.key == key && !(slot.word & hidden);
+}
+
 // The lane of the tile that holds `key` in `slot`, or -1.
 template <int T>
-__device__ __forceinline__ int holder(const Slot& slot, u64 key, const Tile<T>& tile) {
+__device__ __forceinline__ int holder(const Slot& slot, u64 key, u32 hidden, const Tile<T>& tile) {
   const bool probes = T <= HALF || tile.rank < HALF;
-  return tile.which(probes && slot.key == key && !(slot.word & EMPTY));
+  return tile.which(probes && holds(slot, key, hidden));
 }
 
 // The slot of a key: `lane` of the tile has read it, at `place`; -1: not found.
@@ -139,8 +150,8 @@ __device__ __forceinline__ Slot load_half(char* lines, u32 half, const Tile<T>& 
 // Sets `found` if this thread has read the slot of `key`.
 template <int T>
 __device__ __forceinline__ void pick(Found& found, const Slot& slot, char* lines, u32 half, u64 key,
-                                     const Tile<T>& tile) {
-  if (slot.key == key && !(slot.word & EMPTY)) {
+                                     u32 hidden, const Tile<T>& tile) {
+  if (holds(slot, key, hidden)) {
     found.slot = slot;
     found.place = slot_at(lines, half, tile.rank & (HALF - 1));
   }
@@ -151,24 +162,24 @@ __device__ __forceinline__ void pick(Found& found, const Slot& slot, char* lines
 // separately.
 template <int T>
 __device__ __forceinline__ Found look(char* lines, u32 buckets, u64 key, u64 hash, u32 home,
-                                      const Slot& loaded, const Tile<T>& tile) {
+                                      u32 hidden, const Slot& loaded, const Tile<T>& tile) {
   Found found = {{0, EMPTY, 0}, lines, -1};
-  pick(found, loaded, lines, home, key, tile);
-  found.lane = holder(found.slot, key, tile);
+  pick(found, loaded, lines, home, key, hidden, tile);
+  found.lane = holder(found.slot, key, hidden, tile);
   if (found.lane >= 0) return found;
   const u32 second = second_half(hash, buckets, home);
   const Slot a = load_half(lines, home ^ 1, tile);
   if (T > HALF) {
-    pick(found, a, lines, home ^ 1, key, tile);
-    found.lane = holder(found.slot, key, tile);
+    pick(found, a, lines, home ^ 1, key, hidden, tile);
+    found.lane = holder(found.slot, key, hidden, tile);
     if (found.lane >= 0) return found;
   }
   const Slot b = load_half(lines, second, tile);
   const Slot c = load_half(lines, second + 1, tile);
-  if (T <= HALF) pick(found, a, lines, home ^ 1, key, tile);
-  pick(found, b, lines, second, key, tile);
-  pick(found, c, lines, second + 1, key, tile);
-  found.lane = holder(found.slot, key, tile);
+  if (T <= HALF) pick(found, a, lines, home ^ 1, key, hidden, tile);
+  pick(found, b, lines, second, key, hidden, tile);
+  pick(found, c, lines, second + 1, key, hidden, tile);
+  found.lane = holder(found.slot, key, hidden, tile);
   return found;
 }
 

@@ -45,11 +45,11 @@ WRITE_ARGS = np.dtype(
         ),
         *((name, np.uint64) for name in ("spare", "keys", "vectors", "versions", "scores")),
         *((name, np.uint64) for name in ("position", "scratch", "counters", "result")),
-        ("kept", np.uint64),
+        *((name, np.uint64) for name in ("kept", "members")),
         ("oldest_tombstone", np.uint64),
         *((name, np.uint32) for name in ("buckets", "stride", "row_bytes", "on_device", "n")),
         *((name, np.uint32) for name in ("scratch_mask", "start", "policy")),
-        *((name, np.uint32) for name in ("tombstone", "age", "roomy", "open")),
+        *((name, np.uint32) for name in ("tombstone", "age", "roomy", "open", "hidden", "unused")),
     ],
     align=True,
 )
@@ -59,7 +59,7 @@ SCAN_ARGS = np.dtype(
         *((name, np.uint64) for name in ("numbers", "scores", "versions", "out", "count", "limit")),
         *((name, np.uint64) for name in ("slot_scores", "least")),
         *((name, np.uint32) for name in ("buckets", "stride", "row_bytes", "on_device", "n")),
-        *((name, np.uint32) for name in ("now", "fresh", "unused")),
+        *((name, np.uint32) for name in ("now", "fresh", "hidden")),
     ],
     align=True,
 )
@@ -69,7 +69,7 @@ POOL_PART = np.dtype(
         *((name, np.uint64) for name in ("weights", "out")),
         *((name, np.uint32) for name in ("buckets", "stride", "dim", "on_device", "bags")),
         *((name, np.uint32) for name in ("hotness", "first_block", "now", "policy", "mean")),
-        *((name, np.uint32) for name in ("half", "unused")),
+        *((name, np.uint32) for name in ("half", "hidden")),
     ],
     align=True,
 )
@@ -141,7 +141,8 @@ UNANSWERED = 255
 """A source code for scatter: the key has neither row nor version."""
 
 GPU_CODE = 1
-"""Source code that fetch writes for a row: `Source.GPU`."""
+"""Source code that fetch writes for a row: `Source.GPU`. In ``code`` of `FETCH_PART` it is the low byte; the
+high half are those of the bits that hide a row from the table (`GpuTableShape.hidden`)."""
 
 ROWS, TIER, NUMBERS, VECTORS = 0, 1, 2, 3
 """Forms of fetch: rows only; rows, versions and sources; row numbers; rows and, if wanted, sources, of

@@ -1,12 +1,13 @@
 """Layout of a table in device memory: sizes, and the constants of hash_table.cuh.
 
 *Slot*: 16 bytes that are read and written as one: a key, a word, a score. *Word*: a row's number in its low
-29 bits and the slot's state in the high three. *Bucket*: one 128-byte line of 8 slots in two halves. A key
-has a home half and a second bucket; it may be in any slot of both buckets. *Rows* and their versions are in
-separate arrays, by row number: a writer fills a row that no reader can see, and publishes it by storing one
-slot. In a *packed* table every slot owns a row, also while it is empty; the remaining rows are spare. In a
-*roomy* table there are more slots than rows: an empty slot owns none, and its word has `NO_SLOT_ROW` for a
-number. README.md in this folder says why readers need no lock.
+29 bits and the slot's state in the high three. In a table of less than 2²⁶ rows the number has 26 bits, and
+three bits say from which *members* the row is hidden: tables that share the arrays. *Bucket*: one 128-byte
+line of 8 slots in two halves. A key has a home half and a second bucket; it may be in any slot of both
+buckets. *Rows* and their versions are in separate arrays, by row number: a writer fills a row that no reader
+can see, and publishes it by storing one slot. In a *packed* table every slot owns a row, also while it is
+empty; the remaining rows are spare. In a *roomy* table there are more slots than rows: an empty slot owns
+none, and all bits of its row number are set. README.md in this folder says why readers need no lock.
 
 No key value is reserved: a slot's word says whether it is empty.
 """
@@ -33,10 +34,12 @@ CLAIMED = 1 << 29
 """States of a slot, the three high bits of its word: 0 is a row. `CLAIMED` is seen only while a write
 runs, and by the writer only: another key of the same batch is about to take the slot."""
 ROW_MASK = CLAIMED - 1
+MOST_MEMBERS = 3
+MEMBER = 1 << 26
+"""The bit of a word that hides a row from the first member; those of the others follow."""
+MEMBERS = MEMBER * ((1 << MOST_MEMBERS) - 1)
 NO_ROW = 2**32 - 1
 """The row number of a missing key."""
-NO_SLOT_ROW = ROW_MASK
-"""The row number in an empty slot of a roomy table."""
 
 TICKS_A_TURN = 64
 """Ticks of the clock while the table admits as many rows as it has slots."""
@@ -75,7 +78,7 @@ class EvictionPolicy(IntEnum):
     """The meaning of a slot's score. The lowest score is evicted first, tombstones before all rows.
 
     ``NONE``: no eviction (static tables). ``LRU``: the clock's tick at the last use. ``LFU``: the number of
-    uses in the epoch of the last use (`GpuTable.epoch`, 0 unless the caller advances it; older epochs are
+    uses in the epoch of the last use (`TableClock.epoch`, 0 unless the caller advances it; older epochs are
     evicted first). ``SCORE``: the caller's score, 64 bits in an array parallel to the slots; a row with a
     lower score than all that it could replace is not admitted. ``EPOCH_LRU``: the epoch of the last use
     and, in the bits below, the tick within it.
@@ -114,6 +117,20 @@ class GpuTableShape:
     @property
     def slots(self) -> int:
         return self.buckets * WAYS
+
+    @property
+    def has_members(self) -> bool:
+        """Whether other tables may share the rows."""
+        return self.rows < MEMBER
+
+    @property
+    def row_mask(self) -> int:
+        """The bits of a word that are a row's number."""
+        return MEMBER - 1 if self.has_members else ROW_MASK
+
+    def hidden(self, member: int) -> int:
+        """Return the bits of a word that hide its row from a member; 0 is the first."""
+        return EMPTY | (MEMBER << member if self.has_members else 0)
 
     @property
     def roomy(self) -> bool:

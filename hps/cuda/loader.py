@@ -29,6 +29,7 @@ FILES = {
     "write_kernel": "write.cu",
     "compact_kernel": "write.cu",
     "evict_kernel": "write.cu",
+    "leave_kernel": "write.cu",
     "clear_kernel": "scan.cu",
     "export_kernel": "scan.cu",
     "gather_kernel": "scan.cu",

@@ -28,9 +28,9 @@ struct PoolPart {
   u32 first_block;
   u32 now;
   u32 policy;
-  u32 mean;  // else the sum
-  u32 half;  // float16, else float32
-  u32 unused;
+  u32 mean;    // else the sum
+  u32 half;    // float16, else float32
+  u32 hidden;  // see row_mask
 };
 
 constexpr int PARTS = 32;
@@ -113,7 +113,7 @@ __device__ __forceinline__ u32 sum_bag(const PoolPart& p, i64 begin, i64 end, u3
   u32 home = home_half(hash, p.buckets);
   Slot half = load_half(p.lines, home, tile);
   for (i64 k = begin; k < end; k++) {
-    const Found found = look(p.lines, p.buckets, key, hash, home, half, tile);
+    const Found found = look(p.lines, p.buckets, key, hash, home, p.hidden, half, tile);
     if (k + 1 < end) {  // loads the next key's slots in parallel to this key's row
       key = p.keys[k + 1], hash = mix(key);
       home = home_half(hash, p.buckets);
@@ -128,7 +128,8 @@ __device__ __forceinline__ u32 sum_bag(const PoolPart& p, i64 begin, i64 end, u3
     const float weight = p.weights ? p.weights[k] : 1.0f;
     total += weight;
     if (real) {
-      const Values<UNIT> row = load_values<UNIT>(row_at(p, word & ROW_MASK, p.stride), at, p.half);
+      const char* from = row_at(p, word & row_mask(p.hidden), p.stride);
+      const Values<UNIT> row = load_values<UNIT>(from, at, p.half);
 #pragma unroll
       for (int v = 0; v < UNIT; v++)
         sum.of[v] = __fadd_rn(sum.of[v], p.weights ? __fmul_rn(row.of[v], weight) : row.of[v]);

@@ -76,8 +76,8 @@ def _pool_some(
             staging.put(request.weights),
             request.out.data.ptr,
             *(buckets, stride, table.table.dim, on_device),
-            *(bags, request.hotness, blocks, table.now, table.stamping),
-            *(request.mean, table.table.dtype == np.float16, 0),
+            *(bags, request.hotness, blocks, table.clock.now, table.clock.stamping),
+            *(request.mean, table.table.dtype == np.float16, table.hidden),
         )
         blocks += blocks_of(bags, tile)
     args["parts"], args["result"] = len(requests), space.result_at

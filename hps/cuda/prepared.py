@@ -95,8 +95,8 @@ class _PoolingLaunch:
                 PARTS_AT + index * PART.size,
                 *(lines, rows, host_rows, keys_at, 0, 0, request.out.data.ptr),
                 *(buckets, stride, table.table.dim, on_device),
-                *(bags, request.hotness, self._blocks, 0, table.stamping),
-                *(request.mean, table.table.dtype == np.float16, 0),
+                *(bags, request.hotness, self._blocks, 0, table.clock.stamping),
+                *(request.mean, table.table.dtype == np.float16, table.hidden),
             )
             self._blocks += blocks_of(bags, tile)
         self._outs = [
@@ -116,13 +116,13 @@ class _PoolingLaunch:
         self._args.array["part"]["keys"][part] = address
 
     def run(self, stream: Any) -> None:
-        self._now[: len(self._tables)] = [table.now for table in self._tables]
+        self._now[: len(self._tables)] = [table.clock.now for table in self._tables]
         self._kernel.launch(self._blocks, self._args, stream.ptr)
 
     def step(self) -> Any:
         """Return the launch as a step of the batch scheduler."""
         fresh = [
-            (address_of(self._now[i : i + 1]), address_of(table.now_cell))
+            (address_of(self._now[i : i + 1]), address_of(table.clock.cell))
             for i, table in enumerate(self._tables)
         ]
         from hps.native.scheduler import Step

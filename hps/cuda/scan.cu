@@ -22,9 +22,9 @@ struct ScanArgs {
   u32 row_bytes;
   u32 on_device;
   u32 n;
-  u32 now;    // export: the reference of ranks
-  u32 fresh;  // clear: 1 a new packed table, 2 a roomy one, 0 a packed one that has readers
-  u32 unused;
+  u32 now;     // export: the reference of ranks
+  u32 fresh;   // clear: 1 a new packed table, 2 a roomy one, 0 a packed one that has readers
+  u32 hidden;  // see row_mask
 };
 
 static_assert(sizeof(ScanArgs) == 136, "must equal launch.SCAN_ARGS");
@@ -36,10 +36,10 @@ __global__ void __launch_bounds__(BLOCK) clear_kernel(const __grid_constant__ Sc
   if (at >= (u64)a.buckets * WAYS) return;
   char* slot = a.lines + at * SLOT_BYTES;
   if (a.fresh) {
-    const Slot whole = {0, EMPTY | (a.fresh == 1 ? (u32)at : NO_SLOT_ROW), 0};
+    const Slot whole = {0, EMPTY | (a.fresh == 1 ? (u32)at : row_mask(a.hidden)), 0};
     store_slot(slot, whole);
   } else {
-    store_word(slot, EMPTY | (*word_of(slot) & ROW_MASK));
+    store_word(slot, EMPTY | (*word_of(slot) & row_mask(a.hidden)));
   }
 }
 
@@ -49,10 +49,10 @@ __global__ void __launch_bounds__(BLOCK) export_kernel(const __grid_constant__ S
   const u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x;
   Slot slot = {0, EMPTY, 0};
   if (at < (u64)a.buckets * WAYS) slot = load_slot(a.lines + at * SLOT_BYTES);
-  bool wanted = !(slot.word & (EMPTY | TOMBSTONE));
+  bool wanted = !(slot.word & (a.hidden | TOMBSTONE));
   const u64 score = wanted && a.slot_scores ? a.slot_scores[at] : slot.score;
   wanted = wanted && (a.slot_scores ? score : rank_of(slot.score, a.now)) >= a.least;
-  const bool dead = (slot.word & (EMPTY | TOMBSTONE)) == TOMBSTONE;
+  const bool dead = (slot.word & (a.hidden | TOMBSTONE)) == TOMBSTONE;
   const u32 votes = __ballot_sync(0xffffffffu, wanted);
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   __shared__ u32 before[BLOCK / 32];
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(BLOCK) export_kernel(const __grid_constant__ S
   const u64 to = start + before[warp] + __popc(votes & ((1u << lane) - 1));
   if (!wanted || !a.keys || to >= a.limit) return;
   a.keys[to] = slot.key;
-  a.numbers[to] = slot.word & ROW_MASK;
+  a.numbers[to] = slot.word & row_mask(a.hidden);
   a.scores[to] = score;
 }
 

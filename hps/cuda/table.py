@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import time
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cuda.launch import SCAN_ARGS, blocks_of, unit_of
+from hps.cuda.launch import GPU_CODE, SCAN_ARGS, blocks_of, unit_of
 from hps.cuda.layout import (
-    AGES_A_TURN,
     BUCKET_BYTES,
-    COUNT_BITS,
     MAX_SPARE,
-    POLICY_BITS,
+    MOST_MEMBERS,
     ROOMY_LOAD,
-    SCORE_MASK,
     TICKS_A_TURN,
     WAYS,
     EvictionPolicy,
@@ -27,6 +24,7 @@ from hps.cuda.layout import (
 )
 from hps.cuda.loader import KernelStruct, cupy, kernel
 from hps.cuda.memory import free_bytes, out_of_memory_error, pinned
+from hps.cuda.table_clock import TableClock
 from hps.types import EmbeddingTable, KeyArray
 
 _RANKED_AT_ONCE = 1 << 20
@@ -50,6 +48,22 @@ class GpuTableOptions:
     load: float = 1.0
     ticks: int = TICKS_A_TURN
     epoch_s: float | None = None
+
+
+@dataclass(slots=True)
+class TableState:
+    """What the ``members`` of a table, by their numbers, have in common besides arrays and clock.
+
+    ``common_version``: that of their common rows; None: there was no second member yet. ``filled``: rows
+    that slots of a roomy table own; the spare list begins after so many. ``sealed``: filled and static.
+    ``evicted``, ``dropped``: rows so far."""
+
+    members: dict[int, EmbeddingTable]
+    common_version: int | None = None
+    filled: int = 0
+    sealed: bool = False
+    evicted: int = 0
+    dropped: int = 0
 
 
 class GpuTable:
@@ -79,12 +93,9 @@ class GpuTable:
             table, capacity, options.host_rows, scored=scored, load=load
         )
         self._allocate()
-        self.filled = 0  # rows that slots of a roomy table own; the spare list begins after so many
-        self.sealed = False
-        self._start_clock(options)
-        self._admitted = 0
-        self.evicted = 0
-        self.dropped = 0
+        self.member = 0
+        self.state = TableState({0: table})
+        self.clock = TableClock(self.policy, self.shape.capacity, options.ticks, options.epoch_s)
         stream = cupy().cuda.get_current_stream()
         self._clear(stream, 2 if self.shape.roomy else 1)
         stream.synchronize()
@@ -124,101 +135,57 @@ class GpuTable:
         """Release the arrays. Nothing may read the table on the device, then or later."""
         self.lines = self.rows = self.versions = self.spare = self.slot_scores = self.host = None
 
-    def _start_clock(self, options: GpuTableOptions) -> None:
-        self._ticks = options.ticks
-        self._epoch_s = options.epoch_s
-        self._since = time.monotonic()
-        # The policy as fetch gets it: 0 if hits do not change scores.
-        self.stamping = 0 if self.shape.scored else int(self.policy.rule)
-        self.age = 0
-        if self.policy.rule is EvictionPolicy.LRU:
-            self.age = max(1, self._ticks // AGES_A_TURN)
-            self.stamping |= self.age << POLICY_BITS
-        self._clock = 1
-        self._epoch = 0
-        self._began = 0, 1
-        self._has_epochs = self.policy in (EvictionPolicy.LFU, EvictionPolicy.EPOCH_LRU)
-        self.now_cell = np.array([self.now], np.uint32)
+    @property
+    def hidden(self) -> int:
+        """The bits of a word that hide its row from this table."""
+        return self.shape.hidden(self.member)
 
     @property
-    def clock(self) -> int:
-        """The ticks so far: it advances as rows are admitted."""
-        return self._clock
+    def code(self) -> int:
+        """The argument ``code`` of fetches."""
+        return GPU_CODE | self.hidden
 
-    @clock.setter
-    def clock(self, ticks: int) -> None:
-        self._clock = ticks
-        self.publish_now()
+    def share(self, table: EmbeddingTable) -> GpuTable | None:
+        """Return another table over the same arrays, empty at first; see README.md.
 
-    @property
-    def epoch(self) -> int:
-        """The number of the epoch, which the caller advances unless epochs end by time."""
-        return self._epoch
-
-    @epoch.setter
-    def epoch(self, number: int) -> None:
-        self._epoch = number
-        self.publish_now()
-
-    def publish_now(self) -> None:
-        """Update `now_cell`: periodically and before fetches, if epochs end by time."""
-        self.now_cell[0] = self.now
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether epochs end by time, so that `now` changes by itself."""
-        return self._has_epochs and self._epoch_s is not None
-
-    @property
-    def now(self) -> int:
-        """The 32-bit score after a hit: the clock or, above `COUNT_BITS`, the epoch, with the ticks since
-        it began if the policy uses them."""
-        if not self._has_epochs:
-            return self._clock & SCORE_MASK
-        if self._epoch_s is not None:
-            self._epoch = int((time.monotonic() - self._since) / self._epoch_s)
-        ticks = 0
-        if self.policy is EvictionPolicy.EPOCH_LRU:
-            if self._began[0] != self._epoch:
-                self._began = self._epoch, self._clock
-            # One `age` is left free before the next epoch, so that its first hits do stamp.
-            ticks = min(self._clock - self._began[1], (1 << COUNT_BITS) - 1 - self.age)
-        return (self._epoch << COUNT_BITS | ticks) & SCORE_MASK
-
-    @property
-    def first_score(self) -> int:
-        """The score of a new row, unless the caller gives one."""
-        by_time = self.policy.rule is EvictionPolicy.LRU
-        return self.now if by_time else self.now + 1 if self.policy is EvictionPolicy.LFU else 0
+        None if they can have no further member, or ``table`` has other rows. It has the same clock."""
+        own = self.table
+        alike = (table.dim, table.dtype) == (own.dim, own.dtype)
+        free = set(range(MOST_MEMBERS)) - self.state.members.keys()
+        if self.static or not self.shape.has_members or not alike or not free:
+            return None
+        shared = copy(self)
+        shared.table, shared.member = table, min(free)
+        self.state.members[shared.member] = table
+        return shared
 
     def scan_args(self, **fields: int) -> KernelStruct:
         """Make the arguments of scan.cu's kernels for this table."""
         args = KernelStruct(SCAN_ARGS)
         args["lines"], args["rows"], args["host_rows"], args["row_versions"] = self.pointers
         args["buckets"], args["stride"], args["row_bytes"], args["on_device"] = self.sizes
-        args["slot_scores"], args["now"] = self.slot_scores_at, self.now
+        args["slot_scores"], args["now"] = self.slot_scores_at, self.clock.now
+        args["hidden"] = self.hidden
         for name, value in fields.items():
             args[name] = value
         return args
 
     def account(self, admitted: int, evicted: int, dropped: int) -> None:
-        """Count the result of a write; the clock ticks as rows are admitted."""
-        self.evicted += evicted
-        self.dropped += dropped
-        self._admitted += admitted
-        ticks, self._admitted = divmod(self._admitted, max(1, self.shape.capacity // self._ticks))
-        self.clock += ticks
+        """Count the result of a write."""
+        self.state.evicted += evicted
+        self.state.dropped += dropped
+        self.clock.admit(admitted)
 
     @property
     def update_batch(self) -> int:
         """The most keys of one launch of an update, which chooses no slots: as many as are spare rows."""
         shape = self.shape
-        return min(MAX_SPARE, shape.rows - self.filled) if shape.roomy else shape.batch
+        return min(MAX_SPARE, shape.rows - self.state.filled) if shape.roomy else shape.batch
 
     def is_open(self, n: int) -> bool:
         """Return whether ``n`` keys may be written into empty slots: rows for a later batch must remain."""
         shape = self.shape
-        return not shape.roomy or shape.rows - self.filled >= shape.batch + n
+        return not shape.roomy or shape.rows - self.state.filled >= shape.batch + n
 
     def clear(self, stream: Any) -> None:
         """Empty every slot, on ``stream``."""
@@ -227,7 +194,7 @@ class GpuTable:
         if roomy:
             with stream:
                 self.spare[:] = cupy().arange(self.shape.rows, dtype=np.uint32)
-            self.filled = 0
+            self.state.filled = 0
 
     def _clear(self, stream: Any, fresh: int) -> None:
         args = self.scan_args(fresh=fresh)
@@ -261,7 +228,7 @@ class GpuTable:
         return found[0], self._ranks(found[1])
 
     def _ranks(self, scores: Any) -> Any:
-        return scores if self.shape.scored else eviction_ranks(scores, self.now)
+        return scores if self.shape.scored else eviction_ranks(scores, self.clock.now)
 
     def export(
         self, stream: Any, least: int = 0, *, with_versions: bool = True

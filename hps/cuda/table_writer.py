@@ -14,7 +14,7 @@ from hps.cuda.loader import KernelStruct, cupy, kernel
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.table import GpuTable
 
-ARGS = struct.Struct("<16Q12I")  # WRITE_ARGS, packed in one call like fetch's
+ARGS = struct.Struct("<17Q14I")  # WRITE_ARGS, packed in one call like fetch's
 _ON_DEVICE = 3  # cudaMemcpyDeviceToDevice
 
 
@@ -22,14 +22,16 @@ _ON_DEVICE = 3  # cudaMemcpyDeviceToDevice
 class WrittenRows:
     """Rows of a write: C-contiguous device arrays, or None.
 
-    ``keys (n,)``, ``versions (n,)``, ``vectors (n, dim)`` (None: the keys are deleted) and
-    ``scores (n,) uint64`` if the caller gives them (`EvictionPolicy.SCORE`).
+    ``keys (n,)``, ``versions (n,)``, ``vectors (n, dim)`` (None: the keys are deleted),
+    ``scores (n,) uint64`` if the caller gives them (`EvictionPolicy.SCORE`) and ``members (n,) uint8``: the
+    members that have the same row, a bit each.
     """
 
     keys: Any
     versions: Any
     vectors: Any = None
     scores: Any = None
+    members: Any = None
 
     def addresses(self, start: int, row_bytes: int) -> tuple[int, int, int, int]:
         """Return the addresses from row ``start`` on of keys, vectors, versions and scores; 0 for None."""
@@ -86,7 +88,8 @@ class GpuTableWriter:
         for start in range(0, total, batch):
             n = min(batch, total - start)
             addresses = rows.addresses(start, row_bytes)
-            self._pack(table, n, addresses, position, oldest_tombstone)
+            members = 0 if rows.members is None else rows.members.data.ptr + start
+            self._pack(table, n, addresses, position, oldest_tombstone, members)
             if not unique:
                 self._launch("dedup_kernel", n)
             self._write_some(table, unit_of(row_bytes | addresses[1]), n, update=update)
@@ -94,14 +97,28 @@ class GpuTableWriter:
     def evict(self, table: GpuTable, keys: Any) -> None:
         """Evict ``keys (n,)``, a device array."""
         self._pack(table, len(keys), (keys.data.ptr, 0, 0, 0))
-        self._launch("evict_kernel", len(keys), WRITE_TILE)
-        self.finish()
-        if table.shape.roomy:
-            table.filled -= int(self._counted[3])
+        self._run_eviction(table, "evict_kernel", len(keys), WRITE_TILE)
 
     def clear(self, table: GpuTable) -> None:
+        """Evict all rows and tombstones of ``table``."""
+        if len(table.state.members) > 1:
+            self._pack(table, table.shape.slots, (0, 0, 0, 0))
+            self._run_eviction(table, "leave_kernel", table.shape.slots)
+            return
         table.clear(self.stream)
         self.finish()
+
+    def leave(self, table: GpuTable) -> None:
+        """End the membership of ``table``; its rows and those of other members stay valid for these."""
+        if len(table.state.members) > 1:
+            self.clear(table)
+        del table.state.members[table.member]
+
+    def _run_eviction(self, table: GpuTable, name: str, n: int, threads: int = 1) -> None:
+        self._launch(name, n, threads)
+        self.finish()
+        if table.shape.roomy:
+            table.state.filled -= int(self._counted[3])
 
     def finish(self) -> None:
         """Wait for all launches by spinning: the steps are shorter than a sleep."""
@@ -114,13 +131,13 @@ class GpuTableWriter:
         fills = table.shape.roomy and not update and table.is_open(n)
         if fills:
             self._launch("compact_kernel", n)
-            spare = table.spare.data.ptr + 4 * table.filled
+            spare = table.spare.data.ptr + 4 * table.state.filled
             copy = cupy().cuda.runtime.memcpyAsync
             copy(spare, self._position.data.ptr, 4 * n, _ON_DEVICE, self.stream.ptr)
         self.finish()
         table.account(*self._counted[:3].tolist())
         if fills:
-            table.filled += n - int(self._counted[3])
+            table.state.filled += n - int(self._counted[3])
 
     def _launch(self, name: str, keys: int, threads_a_key: int = 1) -> None:
         kernel(name).launch(blocks_of(keys, threads_a_key), self._args, self.stream.ptr)
@@ -132,6 +149,7 @@ class GpuTableWriter:
         addresses: tuple[int, int, int, int],
         position: int = 0,
         oldest_tombstone: int = 0,
+        members: int = 0,
     ) -> None:
         """Pack the arguments of the next launch; ``addresses`` as `WrittenRows` returns them."""
         ARGS.pack_into(
@@ -139,21 +157,24 @@ class GpuTableWriter:
             0,
             *table.pointers,
             table.slot_scores_at,
-            table.spare.data.ptr + 4 * table.filled,
+            table.spare.data.ptr + 4 * table.state.filled,
             *addresses,
             position,
             self._scratch.data.ptr,
             self._counters.data.ptr,
             self._pinned.ptr,
             self._position.data.ptr,
+            members,
             oldest_tombstone,
             *table.sizes,
             n,
             (1 << (2 * n - 1).bit_length()) - 1,
-            table.first_score,
+            table.clock.first_score,
             table.policy.rule,
             not addresses[1],
-            table.age,
+            table.clock.age,
             table.shape.roomy,
             table.is_open(n),
+            table.hidden,
+            0,
         )

@@ -16,8 +16,8 @@ from hps.cuda.layout import (
     COUNT_BITS,
     EMPTY,
     HALF,
-    NO_SLOT_ROW,
-    ROW_MASK,
+    MEMBER,
+    MEMBERS,
     SCORE_MASK,
     TOMBSTONE,
     EvictionPolicy,
@@ -34,7 +34,9 @@ _NO_CANDIDATE = 1 << 65
 
 
 class TwinTable:
-    """Rows of ``dim`` values in host arrays shaped like the device's. One thread at a time."""
+    """Rows of ``dim`` values in host arrays shaped like the device's. One thread at a time.
+
+    ``member``: of the tables that share the rows, the one that is read and written."""
 
     def __init__(
         self,
@@ -45,10 +47,11 @@ class TwinTable:
     ) -> None:
         self.shape = shape
         self.policy = policy
+        self.member = 0
         self.keys = np.zeros((2 * shape.buckets, HALF), np.int64)
         numbers = np.arange(shape.slots, dtype=np.uint32)
         if shape.roomy:
-            numbers[:] = NO_SLOT_ROW
+            numbers[:] = shape.row_mask
         self.words = numbers.reshape(-1, HALF) | np.uint32(EMPTY)
         scores = np.uint64 if policy is EvictionPolicy.SCORE else np.uint32
         self.scores = np.zeros((2 * shape.buckets, HALF), scores)
@@ -78,10 +81,22 @@ class TwinTable:
     def find(self, key: int) -> Place | None:
         """Return the slot of the row or tombstone of ``key``."""
         for half in self._halves(key):
-            at = np.flatnonzero((self.keys[half] == key) & (self.words[half] < EMPTY))
+            at = np.flatnonzero((self.keys[half] == key) & (self.words[half] & self._hidden == 0))
             if len(at):
                 return half, int(at[0])
         return None
+
+    @property
+    def _hidden(self) -> np.uint32:
+        return np.uint32(self.shape.hidden(self.member))
+
+    def _number(self, place: Place) -> int:
+        return int(self.words[place]) & self.shape.row_mask
+
+    def _seers(self, place: Place) -> int:
+        """The bits of the members that see a slot's row or tombstone."""
+        word = int(self.words[place])
+        return ~word & MEMBERS if self.shape.has_members and not word & EMPTY else 0
 
     def fetch(
         self, keys: KeyArray, oldest_tombstone: int = 0
@@ -97,13 +112,13 @@ class TwinTable:
             if place is None:
                 continue
             word = int(self.words[place])
-            version = self.versions[word & ROW_MASK]
+            version = self.versions[self._number(place)]
             if word & TOMBSTONE and version < oldest_tombstone:
                 continue
             self._stamp(place)
             words[i], versions[i] = word, version
             if not word & TOMBSTONE:
-                vectors[i] = self.rows[word]
+                vectors[i] = self.rows[self._number(place)]
         return vectors, words, versions
 
     def write(
@@ -114,9 +129,12 @@ class TwinTable:
         oldest_tombstone: int = 0,
         *,
         scores: NDArray[np.uint64] | None = None,
+        members: NDArray[np.uint8] | None = None,
         update: bool = False,
     ) -> None:
-        """Insert or update unique ``keys``, at most `batch`; delete them if ``vectors`` is None."""
+        """Insert or update unique ``keys``, at most `batch`; delete them if ``vectors`` is None.
+
+        ``members (n,)``: the members that have the same row, a bit each."""
         admitted = 0
         self._open = not self.shape.roomy or len(self.spare) >= self.shape.batch + len(keys)
         first = (
@@ -127,22 +145,38 @@ class TwinTable:
         for i, key in enumerate(keys.tolist()):
             row = None if vectors is None else vectors[i]
             score = 0 if row is None else first if scores is None else int(scores[i])
+            wanted = own = int(self._hidden) & MEMBERS
+            if own and members is not None:
+                wanted |= int(members[i]) * MEMBER & MEMBERS
             place = self.find(key)
             if place is not None:
                 if self._outdated(place, int(versions[i]), oldest_tombstone, update):
                     continue
+                seers = self._seers(place)
+                if seers & ~wanted:
+                    self.words[place] |= own
+                    place = None
+            if place is not None:
                 by_time = self.policy.rule is EvictionPolicy.LRU and not update
                 if scores is not None or by_time or (row is None and not update):
                     self.scores[place] = score
-            elif update or (place := self._choose(key, first if scores is None else score)) is None:
-                self.dropped += not update
-                continue
             else:
+                seers = wanted
+                if update or (wanted != own and self._shares(key, wanted, own, versions[i])):
+                    continue
+                for other in self._places(key) if wanted != own else ():
+                    seers &= ~self._seers(other)
+                place = self._choose(key, first if scores is None else score)
+                if place is None:
+                    self.dropped += 1
+                    continue
                 admitted += 1
                 self.evicted += self.words[place] < TOMBSTONE
                 self.keys[place], self.scores[place] = key, score
             self._fill(i, place, row, versions[i])
-        self.spare = self.spare[self.spare != NO_SLOT_ROW]
+            if own:
+                self.words[place] |= np.uint32(MEMBERS & ~seers)
+        self.spare = self.spare[self.spare != self.shape.row_mask]
         ticks, self._admitted = divmod(
             self._admitted + admitted, max(1, self.shape.capacity // layout.TICKS_A_TURN)
         )
@@ -153,11 +187,24 @@ class TwinTable:
             place = self.find(key)
             if place is None:
                 continue
-            number = int(self.words[place]) & ROW_MASK
-            if self.shape.roomy:
-                self.spare = np.append(self.spare, np.uint32(number))
-                number = NO_SLOT_ROW
-            self.words[place] = number | EMPTY
+            self._hide(place)
+
+    def leave(self) -> None:
+        """Evict all rows and tombstones of the member."""
+        seen = np.argwhere(self.words & self._hidden == 0).tolist()
+        for half, rank in seen:
+            self._hide((half, rank))
+
+    def _hide(self, place: Place) -> None:
+        own = int(self._hidden) & MEMBERS
+        if self._seers(place) & ~own:
+            self.words[place] |= own
+            return
+        number = self._number(place)
+        if self.shape.roomy:
+            self.spare = np.append(self.spare, np.uint32(number))
+            number = self.shape.row_mask
+        self.words[place] = number | EMPTY
 
     def resident(self, least: int = 0) -> KeyArray:
         """Return the keys that have a row with a score of at least ``least``, ascending."""
@@ -165,7 +212,22 @@ class TwinTable:
         if self.policy is not EvictionPolicy.SCORE:
             ranks = eviction_ranks(ranks.astype(np.int64), self.now)
             least = least and eviction_ranks(least, self.now)
-        return np.sort(self.keys[(self.words < TOMBSTONE) & (ranks >= least)])
+        return np.sort(self.keys[(self.words & (self._hidden | TOMBSTONE) == 0) & (ranks >= least)])
+
+    def _places(self, key: int) -> list[Place]:
+        """The slots with a row or tombstone of ``key``, of any member."""
+        halves = self._halves(key)
+        at = np.argwhere((self.keys[halves] == key) & (self.words[halves] < EMPTY))
+        return [(halves[choice], rank) for choice, rank in at.tolist()]
+
+    def _shares(self, key: int, wanted: int, own: int, version: Any) -> bool:
+        """Show the member the row of another one that has the same, if there is one; return whether."""
+        for place in reversed(self._places(key)):
+            same = self.versions[self._number(place)] == version
+            if same and self._seers(place) & wanted and not int(self.words[place]) & TOMBSTONE:
+                self.words[place] &= np.uint32(~own & layout.SCORE_MASK)
+                return True
+        return False
 
     def _halves(self, key: int) -> list[int]:
         halves: list[int] = layout.half_buckets(np.array([key], np.int64), self.shape.buckets)[
@@ -185,15 +247,14 @@ class TwinTable:
                 self.scores[place] = score + 1
 
     def _outdated(self, place: Place, version: int, oldest_tombstone: int, update: bool) -> bool:
-        word = int(self.words[place])
-        held = int(self.versions[word & ROW_MASK])
-        expired = bool(word & TOMBSTONE) and held < oldest_tombstone
+        held = int(self.versions[self._number(place)])
+        expired = bool(int(self.words[place]) & TOMBSTONE) and held < oldest_tombstone
         return expired or version < held if update else not expired and version < held
 
     def _fill(self, i: int, place: Place, row: VectorArray | None, version: Any) -> None:
         """Write row and version into the i-th spare row, and swap it with the slot's row."""
         number = int(self.spare[i])
-        self.spare[i] = int(self.words[place]) & ROW_MASK
+        self.spare[i] = self._number(place)
         self.versions[number] = version
         if row is not None:
             self.rows[number] = row

@@ -20,9 +20,10 @@ struct WriteArgs {
   const u64* scores;  // SCORED, or null: new rows get 0, resident rows keep theirs
   u32* position;      // null: no key is repeated
   u32* scratch;
-  u32* counters;  // admitted, evicted, dropped, free rows, ended blocks; zero before and after
-  u32* result;    // in host memory: admitted, evicted, dropped, free rows
-  u32* kept;      // compact: (n,)
+  u32* counters;      // admitted, evicted, dropped, free rows, ended blocks; zero before and after
+  u32* result;        // in host memory: admitted, evicted, dropped, free rows
+  u32* kept;          // compact: (n,)
+  const u8* members;  // (n,) or null: members besides the caller that each row is for, from bit 0
   u64 oldest_tombstone;
   u32 buckets;
   u32 stride;
@@ -36,9 +37,11 @@ struct WriteArgs {
   u32 age;        // in full buckets: ticks by which a slot outside the home half must be older
   u32 roomy;      // empty slots own no row
   u32 open;       // empty slots may be filled
+  u32 hidden;     // see row_mask
+  u32 unused;
 };
 
-static_assert(sizeof(WriteArgs) == 176, "must equal launch.WRITE_ARGS");
+static_assert(sizeof(WriteArgs) == 192, "must equal launch.WRITE_ARGS");
 
 constexpr u64 NOTHING = ~0ULL;
 constexpr int TILE = 4;
@@ -72,9 +75,24 @@ __global__ void __launch_bounds__(BLOCK) dedup_kernel(const __grid_constant__ Wr
   a.position[i] = at;
 }
 
-// The slot chosen for a key, whether the key is new in it, and its former word.
+// Bits of `hidden` for members; 0: the table can have none.
+__device__ __forceinline__ u32 own_bit(const WriteArgs& a) { return a.hidden & MEMBERS; }
+
+// The members, of those that this table can have, that see a word.
+__device__ __forceinline__ u32 seen_by(const WriteArgs& a, u32 word) {
+  return own_bit(a) ? ~word & MEMBERS : 0;
+}
+
+// The members that row i is for.
+__device__ __forceinline__ u32 written_for(const WriteArgs& a, u32 i) {
+  const u32 own = own_bit(a);
+  return own && a.members ? own | ((u32)a.members[i] << 26 & MEMBERS) : own;
+}
+
+// The slot chosen for a key, whether the key is new in it, its former word, and the members that
+// see the new one.
 struct Place {
-  u32 half, word;
+  u32 half, word, seers;
   int rank;
   bool is_new;
 };
@@ -169,6 +187,52 @@ __device__ __forceinline__ int choose(const WriteArgs& a, u32 i, const Slot* slo
   return best == NOTHING ? -1 : (int)(best & 31);
 }
 
+// The members that see a row or tombstone of row i's key in any of these slots, and the rank of one
+// of them with this very row, as choice * 4 + rank, or -1.
+struct Seers {
+  u32 all;
+  int same;
+};
+
+__device__ __forceinline__ Seers seers_of(const WriteArgs& a, u32 i, const Slot* slot, u32 wanted,
+                                          const Tile<TILE>& tile) {
+  Seers seers = {0, -1};
+#pragma unroll
+  for (int k = 0; k < CHOICES; k++) {
+    const u32 word = slot[k].word;
+    if (slot[k].key != a.keys[i] || word & (EMPTY | CLAIMED)) continue;
+    seers.all |= seen_by(a, word);
+    if (!(word & TOMBSTONE) && seen_by(a, word) & wanted &&
+        a.row_versions[word & row_mask(a.hidden)] == a.versions[i])
+      seers.same = k * HALF + tile.rank;
+  }
+#pragma unroll
+  for (int step = TILE / 2; step; step /= 2) {
+    seers.all |= __shfl_xor_sync(tile.mask, seers.all, step, TILE);
+    seers.same = max(seers.same, __shfl_xor_sync(tile.mask, seers.same, step, TILE));
+  }
+  return seers;
+}
+
+__device__ __forceinline__ u32 half_of(const u32* half, int choice) {
+  return choice == 0 ? half[0] : choice == 1 ? half[1] : half[2] + (choice - 2);
+}
+
+__device__ __forceinline__ u32 word_of_choice(const Slot* slot, int choice) {
+  u32 word = slot[0].word;
+#pragma unroll
+  for (int k = 1; k < CHOICES; k++)
+    if (choice == k) word = slot[k].word;
+  return word;
+}
+
+// Changes a slot's word, by the tile's first thread. Returns whether it was still `word`.
+__device__ __forceinline__ bool exchange(char* slot, u32 word, u32 next, const Tile<TILE>& tile) {
+  u32 seen = 0;
+  if (tile.rank == 0) seen = atomicCAS(word_of(slot), word, next);
+  return __shfl_sync(tile.mask, seen, 0, TILE) == word;
+}
+
 // Finds the slot of key i. Returns false if it gets none.
 template <bool UPDATE, bool SCORED>
 __device__ __forceinline__ bool find_place(const WriteArgs& a, u32 i, Place& place, u32* counted,
@@ -193,41 +257,51 @@ __device__ __forceinline__ bool find_place(const WriteArgs& a, u32 i, Place& pla
       if (UPDATE && k == 1)
 #pragma unroll
         for (int l = 1; l < CHOICES; l++) slot[l] = load_slot(slot_at(a.lines, half[l], tile.rank));
-      lane = tile.which(slot[k].key == key && !(slot[k].word & (EMPTY | CLAIMED)));
+      lane = tile.which(slot[k].key == key && !(slot[k].word & (a.hidden | CLAIMED)));
       if (lane >= 0) choice = k;
     }
     place.is_new = lane < 0;
-    u32 word = slot[0].word;
+    u32 word = word_of_choice(slot, choice);
+    const u32 wanted = written_for(a, i);
     if (lane >= 0) {
-#pragma unroll
-      for (int k = 1; k < CHOICES; k++)
-        if (choice == k) word = slot[k].word;
       place.rank = lane & (TILE - 1);
       word = __shfl_sync(tile.mask, word, lane);
-      const u64 held = a.row_versions[word & ROW_MASK], version = a.versions[i];
+      const u64 held = a.row_versions[word & row_mask(a.hidden)], version = a.versions[i];
       const bool expired = word & TOMBSTONE && held < a.oldest_tombstone;
       if (UPDATE ? expired || version < held : !expired && version < held) return false;
+      place.seers = seen_by(a, word);
+      if (place.seers & ~wanted) {  // others keep this row; the caller's goes to another slot
+        char* at = slot_at(a.lines, half_of(half, choice), place.rank);
+        if (exchange(at, word, word | own_bit(a), tile) && UPDATE) return false;
+        continue;
+      }
     } else {
       if (UPDATE) return false;
+      place.seers = wanted;
+      if (wanted & ~own_bit(a)) {
+        const Seers seers = seers_of(a, i, slot, wanted, tile);
+        if (seers.same >= 0) {  // another member has the row: it is shared
+          const int rank = seers.same & (HALF - 1);
+          word = __shfl_sync(tile.mask, word_of_choice(slot, seers.same / HALF), rank, TILE);
+          char* at = slot_at(a.lines, half_of(half, seers.same / HALF), rank);
+          if (exchange(at, word, word & ~own_bit(a), tile)) return false;
+          continue;
+        }
+        place.seers &= ~seers.all;
+      }
       const int q = choose<SCORED>(a, i, slot, half, tile);
       if (q < 0) {
         if (tile.rank == 0) atomicAdd(&counted[2], 1u);
         return false;
       }
       choice = q / HALF;
-#pragma unroll
-      for (int k = 1; k < CHOICES; k++)
-        if (choice == k) word = slot[k].word;
       place.rank = q & (HALF - 1);
-      word = __shfl_sync(tile.mask, word, place.rank, TILE);
+      word = __shfl_sync(tile.mask, word_of_choice(slot, choice), place.rank, TILE);
     }
-    place.half = choice == 0 ? half[0] : choice == 1 ? half[1] : half[2] + (choice - 2);
+    place.half = half_of(half, choice);
     place.word = word;
     if (UPDATE) return true;
-    u32 seen = 0;
-    if (tile.rank == 0)
-      seen = atomicCAS(word_of(slot_at(a.lines, place.half, place.rank)), word, CLAIMED | word);
-    if (__shfl_sync(tile.mask, seen, 0, TILE) == word) break;
+    if (exchange(slot_at(a.lines, place.half, place.rank), word, CLAIMED | word, tile)) break;
   }
   if (tile.rank == 0 && place.is_new) {
     atomicAdd(&counted[0], 1u);
@@ -261,7 +335,8 @@ __device__ __forceinline__ bool is_winner(const WriteArgs& a, u32 i, const Tile<
 template <bool UPDATE>
 __device__ __forceinline__ void publish(const WriteArgs& a, u32 i, const Place& place) {
   char* slot = slot_at(a.lines, place.half, place.rank);
-  const u32 word = a.spare[i] | (a.tombstone ? TOMBSTONE : 0);
+  const u32 hidden = own_bit(a) ? MEMBERS & ~place.seers : 0;
+  const u32 word = a.spare[i] | hidden | (a.tombstone ? TOMBSTONE : 0);
   const u32 score = a.tombstone ? 0 : a.start;
   if (place.is_new) {
     const Slot whole = {a.keys[i], word, score};
@@ -270,7 +345,7 @@ __device__ __forceinline__ void publish(const WriteArgs& a, u32 i, const Place& 
     store_word(slot, word);
     if (!UPDATE && (a.policy == LRU || a.tombstone)) *(volatile u32*)score_of(slot) = score;
   }
-  a.spare[i] = place.word & ROW_MASK;
+  a.spare[i] = place.word & row_mask(a.hidden);
 }
 
 // Stores the caller's score of key i in its slot; a deletion's is 0.
@@ -311,17 +386,32 @@ __global__ void __launch_bounds__(BLOCK, UPDATE ? 8 : 6)
 // `kept`, in any order, and counts them: an empty slot gives no row back. A thread per row.
 __global__ void __launch_bounds__(BLOCK) compact_kernel(const __grid_constant__ WriteArgs a) {
   const u32 i = blockIdx.x * BLOCK + threadIdx.x, lane = threadIdx.x & 31;
-  const u32 row = i < a.n ? a.spare[i] : NO_SLOT_ROW;
-  const u32 votes = __ballot_sync(0xffffffffu, row != NO_SLOT_ROW);
+  const u32 none = row_mask(a.hidden), row = i < a.n ? a.spare[i] : none;
+  const u32 votes = __ballot_sync(0xffffffffu, row != none);
   u32 first = 0;
   if (lane == 0 && votes) first = atomicAdd(&a.counters[3], __popc(votes));
   first = __shfl_sync(0xffffffffu, first, 0);
-  if (row != NO_SLOT_ROW) a.kept[a.n - 1 - first - __popc(votes & ((1u << lane) - 1))] = row;
+  if (row != none) a.kept[a.n - 1 - first - __popc(votes & ((1u << lane) - 1))] = row;
   report(a, 3, 3);
 }
 
-// Evicts resident keys; their slots and rows are free for the next insert. A roomy table's rows are
-// put before its spare rows and counted. A tile of 4 threads per key.
+// Hides a row or tombstone from the caller. If no member sees it then, its slot and row are free
+// for the next insert; a roomy table's row is put before its spare rows and counted.
+__device__ __forceinline__ void hide(const WriteArgs& a, char* slot, u32 word) {
+  const u32 mask = row_mask(a.hidden);
+  while (!(word & a.hidden)) {
+    u32 next = word | own_bit(a);
+    if (!seen_by(a, next)) next = EMPTY | (a.roomy ? mask : word & mask);
+    const u32 seen = atomicCAS(word_of(slot), word, next);  // keys may be repeated
+    if (seen == word) {
+      if (a.roomy && next & EMPTY) *(a.spare - 1 - atomicAdd(&a.counters[3], 1u)) = word & mask;
+      return;
+    }
+    word = seen;
+  }
+}
+
+// Evicts resident keys. A tile of 4 threads per key.
 __global__ void __launch_bounds__(BLOCK) evict_kernel(const __grid_constant__ WriteArgs a) {
   const Tile<TILE> tile;
   const u32 i = (blockIdx.x * BLOCK + threadIdx.x) / TILE;
@@ -333,14 +423,16 @@ __global__ void __launch_bounds__(BLOCK) evict_kernel(const __grid_constant__ Wr
     for (int k = 0; k < CHOICES; k++) {
       char* at = slot_at(a.lines, k < 2 ? home ^ k : second + k - 2, tile.rank);
       const Slot slot = load_slot(at);
-      if (slot.key != key || slot.word & EMPTY) continue;
-      if (!a.roomy) {
-        store_word(at, EMPTY | (slot.word & ROW_MASK));
-        continue;
-      }
-      const u32 word = atomicExch(word_of(at), EMPTY | NO_SLOT_ROW);  // keys may be repeated
-      if (!(word & EMPTY)) *(a.spare - 1 - atomicAdd(&a.counters[3], 1u)) = word & ROW_MASK;
+      if (holds(slot, key, a.hidden)) hide(a, at, slot.word);
     }
   }
+  report(a, 3, 3);
+}
+
+// Evicts all rows and tombstones of the caller. A thread per slot, n of them.
+__global__ void __launch_bounds__(BLOCK) leave_kernel(const __grid_constant__ WriteArgs a) {
+  const u32 at = blockIdx.x * BLOCK + threadIdx.x;
+  char* slot = a.lines + (size_t)at * SLOT_BYTES;
+  if (at < a.n) hide(a, slot, *word_of(slot));
   report(a, 3, 3);
 }

@@ -107,7 +107,8 @@ class _NodeBuilder:
         self._resources = resources
         self._metrics = Metrics()
         self._stores = NodeStores(settings, opened, self._metrics, resources)
-        self._devices = NodeGpus(settings, opened, self._metrics, resources)
+        common = self._stores.common_rows
+        self._devices = NodeGpus(settings, opened, self._metrics, resources, common)
         self._tables = tables_of(opened)
         parts = self._stores, self._devices, self._metrics, resources
         self._caches = NodeCaches(settings, opened, *parts)

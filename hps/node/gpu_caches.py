@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,10 +15,12 @@ from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import device_count, has_gpu, missing_device, missing_requirement
 from hps.cuda.memory import free_bytes_on, free_host_bytes, release_unused
 from hps.errors import ConfigError, GpuUnavailable
+from hps.models.tables import TableFiles
 from hps.native import WorkerPool
 from hps.node.gpu_models import GpuModels
 from hps.node.gpu_plan import check_memory, plan_added_tables, plan_of_settings
 from hps.node.gpu_scheduler import NodeScheduler
+from hps.node.gpu_sharing import Joins, can_join, find_joins, may_share, with_joins, without
 from hps.node.model_opening import OpenedModel
 from hps.node.tier_status import TierStatus
 from hps.observability.metrics import Metrics
@@ -26,6 +28,7 @@ from hps.tiers.background_refresh import BackgroundValue
 from hps.tiers.gpu.memory import publish_memory
 from hps.tiers.gpu.plan import Plan, device_bytes, host_bytes_of
 from hps.tiers.gpu.replicas import GpuReplicas
+from hps.tiers.gpu.tables import CommonRows
 from hps.types import EmbeddingTable
 
 log = logging.getLogger(__name__)
@@ -37,8 +40,8 @@ _MISS_THREADS = 16
 class NodeGpus:
     """The GPU caches: call `open`; ``resources`` closes them. All results are empty without a GPU.
 
-    ``static``: the tables that must be filled completely and then sealed. One thread at a time may change
-    the tables or prepare versions."""
+    ``static``: the tables that must be filled completely and then sealed. ``common_rows``: see
+    `GpuTables.share_table`. One thread at a time may change the tables or prepare versions."""
 
     def __init__(
         self,
@@ -46,8 +49,10 @@ class NodeGpus:
         opened: Sequence[OpenedModel],
         metrics: Metrics,
         resources: ExitStack,
+        common_rows: CommonRows,
     ) -> None:
         self._settings = settings
+        self._common_rows = common_rows
         self._chosen = settings.tiers.gpu
         self._opened = opened
         self._metrics = metrics
@@ -130,13 +135,20 @@ class NodeGpus:
         is left; else the version is served from the CPU cache, with a warning."""
         if self.replicas is None:
             return ""
-        kept = {t: n for t, n in table_rows(others).items() if t in self._held}
+        held = self._held
+        kept = {
+            t: n for t, n in table_rows(others).items() if t in held and not held[t].shared_with
+        }
+        files = files_of([*self._opened, model])
+        files = {t: f for t, f in files.items() if t in held or t in model.tables.values()}
+        joins = {t: o for t, o in self._find_joins(files).items() if can_join(held, o)}
         try:
             free = {device: free_bytes_on(device) for device in self._chosen.devices}
-            new = {t: n for t, n in table_rows([model]).items() if t not in self._held}
+            new = {t: n for t, n in table_rows([model]).items() if t not in held and t not in joins}
             rows = new, kept
-            plan, warning = plan_added_tables(self._settings, rows, self._held, min(free.values()))
+            plan, warning = plan_added_tables(self._settings, rows, held, min(free.values()))
             check_memory(plan, free, free_host_bytes())
+            plan = with_joins(plan, joins, held)
             self._add_tables(plan)
         except ConfigError as error:
             if self._chosen.use == "required":
@@ -159,9 +171,7 @@ class NodeGpus:
 
     def drop_tables(self, tables: Collection[EmbeddingTable]) -> None:
         """Free tables. For the thread that writes the caches, after nothing uses them."""
-        self._held = {
-            table: planned for table, planned in self._held.items() if table not in tables
-        }
+        self._held = without(self._held, tables)
         self.static[:] = [table for table in self.static if table not in tables]
         if self.replicas is not None:
             for table in tables:
@@ -184,9 +194,18 @@ class NodeGpus:
     def _plan(self) -> Plan:
         rows = table_rows(self._opened)
         free = {device: free_bytes_on(device) for device in self._chosen.devices}
-        plan = plan_of_settings(self._settings, rows, min(free.values()))
+        joins = self._find_joins(files_of(self._opened))
+        alone = {t: n for t, n in rows.items() if t not in joins}
+        plan = plan_of_settings(self._settings, alone, min(free.values()))
+        unable = {t for t, owner in joins.items() if not can_join(plan, owner)}
+        if unable:
+            alone = {t: n for t, n in rows.items() if t in alone or t in unable}
+            plan = plan_of_settings(self._settings, alone, min(free.values()))
         check_memory(plan, free, free_host_bytes())
-        return plan
+        return with_joins(plan, {t: o for t, o in joins.items() if t not in unable}, {})
+
+    def _find_joins(self, files: Mapping[EmbeddingTable, TableFiles]) -> Joins:
+        return find_joins(files, self._held) if may_share(self._settings) else {}
 
     def _open_caches(self, plan: Plan) -> list[Any]:
         """Open a cache on each device; if one fails, close the others."""
@@ -205,6 +224,12 @@ class NodeGpus:
 
     def _fill_cache(self, cache: Any, plan: Plan) -> None:
         for table, planned in plan.items():
+            if planned.shared_with is not None:
+                if not cache.share_table(table, planned.shared_with, self._common_rows):
+                    raise ConfigError(
+                        f"table {table.id} cannot use the GPU memory of {planned.shared_with.id}"
+                    )
+                continue
             cache.add_table(
                 table,
                 planned.rows,
@@ -217,13 +242,14 @@ class NodeGpus:
             )
 
 
+def files_of(models: Sequence[OpenedModel]) -> dict[EmbeddingTable, TableFiles]:
+    """The files of each of the models' tables."""
+    return {t: model.version.tables[name] for model in models for name, t in model.tables.items()}
+
+
 def table_rows(models: Sequence[OpenedModel]) -> dict[EmbeddingTable, int]:
     """The number of rows in the files of each of the models' tables."""
-    return {
-        table: model.version.tables[name].rows
-        for model in models
-        for name, table in model.tables.items()
-    }
+    return {table: files.rows for table, files in files_of(models).items()}
 
 
 def by_version(plan: Plan) -> list[EmbeddingTable]:

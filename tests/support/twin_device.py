@@ -183,6 +183,8 @@ class Cache(MemoryTier):
         self.number = device
         self.space = Space()
         self.places: dict[Any, dict[str, Any]] = {}
+        self.beside: dict[Any, list[Any]] = {}
+        self.common: dict[Any, int] = {}
         self._sealed: set[Any] = set()
         self.fetched: list[int] = []
         self.scored: list[tuple[Any, Any]] = []
@@ -193,7 +195,24 @@ class Cache(MemoryTier):
     def add_table(self, table: Any, rows: int, **how: Any) -> None:
         self.places[table] = {"rows": rows, **how}
 
+    def share_table(self, table: Any, base: Any, common_rows: Any) -> bool:
+        """``table`` gets the rows of the tables beside it that are common, and the other way round."""
+        group = self.beside.setdefault(base, [base])
+        group.append(table)
+        self.beside[table] = group
+        self.common_rows = common_rows
+        self.places[table] = self.places[base]
+        return True
+
+    def rows_held(self, tables: Any) -> int:
+        """The number of rows of all ``tables``; common ones count once."""
+        held = [dict(self._tables.get(table, {})) for table in list(tables)]
+        keys = {key for rows in held for key in rows}
+        return sum(len({rows[key].row.tobytes() for rows in held if key in rows}) for key in keys)
+
     def drop_table(self, table: Any) -> None:
+        if table in self.beside:
+            self.beside.pop(table).remove(table)
         self.places.pop(table, None)
         self._tables.pop(table, None)
 
@@ -222,6 +241,10 @@ class Cache(MemoryTier):
         self.scored.append((table, scores))
         if self.capacity(table):
             super().insert(table, keys, vectors, versions)
+            for other in set(self.beside.get(table, ())) - {table}:
+                own = self.common_rows(table, keys)[0] & self.common_rows(other, keys)[0]
+                self.common[table, other] = self.common.get((table, other), 0) + own.sum()
+                super().insert(other, keys[own], vectors[own], versions[own])
             held = self._tables[table]
             for key in keys.tolist():
                 held[key] = held.pop(key)

@@ -45,6 +45,7 @@ _COPY_THREADS = 8
 _COPIED_BY_THREADS = 1 << 16
 _NOTHING = np.empty(0, np.int64)
 _NOTHING.flags.writeable = False
+Adapt = Callable[[GpuTable, dict[str, Any]], dict[str, Any]]
 _Requests = tuple[list[Part], list[FetchArguments]]
 
 
@@ -358,7 +359,9 @@ class GpuCache(GpuTables):
         unique: bool = False,
     ) -> None:
         """Write rows, or tombstones if ``arrays`` has no vectors."""
-        held, arrays = self._prepare(table, **arrays)
+        inserts = "vectors" in arrays and not update
+        adapt = self._with_members if inserts else self._without_common
+        held, arrays = self._prepare(table, adapt, **arrays)
         if held is not None:
             rows = WrittenRows(**arrays)
             oldest = oldest_tombstone(table, self._clock())
@@ -366,9 +369,10 @@ class GpuCache(GpuTables):
                 self._writer.write(held, rows, oldest, update=update, unique=unique)
 
     def _prepare(
-        self, table: EmbeddingTable, **arrays: Any
+        self, table: EmbeddingTable, adapt: Adapt | None = None, /, **arrays: Any
     ) -> tuple[GpuTable | None, dict[str, Any]]:
-        """Check a write's arrays and copy them to the device, ordered before the writer's stream.
+        """Check a write's arrays, ``adapt`` them and copy them to the device, ordered before the writer's
+        stream.
 
         The table is None if there is nothing to do."""
         n = array_length(arrays["keys"])
@@ -379,6 +383,9 @@ class GpuCache(GpuTables):
             if held is not None:
                 check_writable(held, scored="scores" in arrays)
             if held is None or n == 0:
+                return None, arrays
+            arrays = arrays if adapt is None else adapt(held, arrays)
+            if not len(arrays["keys"]):
                 return None, arrays
             on_device = {name: self._cupy.asarray(array) for name, array in arrays.items()}
             self._writer.after(self._cupy.cuda.get_current_stream())

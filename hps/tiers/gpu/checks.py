@@ -28,6 +28,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "versions": _UINT64,
     "source": _UINT8,
     "scores": _UINT64,
+    "members": _UINT8,
     "weights": np.dtype(np.float32),
 }
 
@@ -109,7 +110,7 @@ def check_on_device(table: EmbeddingTable, vectors: Any, n: int, device: int) ->
 
 def check_writable(held: GpuTable, *, scored: bool = False) -> None:
     """Reject changes of a static table, and scores for a table that does not evict by score."""
-    if held.sealed:
+    if held.state.sealed:
         raise BadRequest(f"table {held.table.id} is static in the GPU cache: it can't be changed")
     if scored and not held.shape.scored:
         raise BadRequest(

@@ -41,16 +41,18 @@ class GpuTableRequest:
 class GpuTablePlan:
     """One table's capacity: ``rows`` (0: none), ``host_rows`` of them in pinned host memory.
 
-    ``load``: rows per slot, see `plan_table_shape`."""
+    ``load``: rows per slot, see `plan_table_shape`. ``shared_with``: the table whose arrays this one uses."""
 
     rows: int
     host_rows: int
     policy: EvictionPolicy
     static: bool
     load: float
+    shared_with: EmbeddingTable | None = None
 
     def shape(self, table: EmbeddingTable) -> GpuTableShape | None:
-        if not self.rows:
+        """Return the sizes of the table's own arrays; None if it has none."""
+        if not self.rows or self.shared_with is not None:
             return None
         scored = self.policy is EvictionPolicy.SCORE and not self.static
         return plan_table_shape(table, self.rows, self.host_rows, scored=scored, load=self.load)

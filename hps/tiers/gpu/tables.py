@@ -19,6 +19,10 @@ from hps.tiers.gpu.device_space import DeviceSpace
 from hps.tiers.ranking import hottest
 from hps.types import EmbeddingTable, KeyArray
 
+CommonRows = Callable[[EmbeddingTable, KeyArray], tuple[NDArray[np.bool_], int]]
+"""``common_rows(table, keys (n,))``: of which keys the stores have the row that all tables with the same base
+have, unless they have one of their own; and the version of these rows in ``table``."""
+_NO_KEYS = np.empty(0, np.int64)
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 
 
@@ -33,6 +37,7 @@ class GpuTables:
         self._device = self._cupy.cuda.Device(device)
         self.space = DeviceSpace(device)
         self._tables: dict[EmbeddingTable, GpuTable] = {}
+        self._common_rows: CommonRows | None = None
         with self._device, allocate_buffers("its writer"):
             self._readers = ReaderEvents()
             self._writer = GpuTableWriter(self._readers)
@@ -45,7 +50,7 @@ class GpuTables:
     def publish_now(self) -> None:
         """Publish the scores of hits to prepared steps, for epochs that end by time. Thread-safe."""
         for table in list(self._tables.values()):
-            table.publish_now()
+            table.clock.publish()
 
     def add_table(
         self,
@@ -78,26 +83,78 @@ class GpuTables:
                 table, rows, GpuTableOptions(policy, host_rows, static, **options)
             )
 
+    def share_table(
+        self, table: EmbeddingTable, base: EmbeddingTable, common_rows: CommonRows
+    ) -> bool:
+        """Add ``table``, empty, to the arrays of ``base``: they share capacity, and rows that are common.
+
+        Returns False if it is not possible: see `GpuTable.share`."""
+        held = self.held(base)
+        shared = held.share(table)
+        if shared is not None:
+            self._common_rows = common_rows
+            self._tables[table] = shared
+            versions = [common_rows(each, _NO_KEYS)[1] for each in held.state.members.values()]
+            if held.state.common_version is not None:
+                versions.append(held.state.common_version)
+            held.state.common_version = min(versions)
+        return shared is not None
+
+    def _without_common(self, held: GpuTable, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Leave out changes of common rows: those that the stores, which are written first, rejected as older
+        than the table's files. A common row may have an older version than these, that of another table."""
+        if held.state.common_version is None or self._common_rows is None:
+            return arrays
+        common = self._common_rows(held.table, _on_host(arrays["keys"]))[0]
+        if not common.any():
+            return arrays
+        kept = np.flatnonzero(~common)
+        there = self._cupy.asarray(kept)
+        return {
+            name: array[kept if isinstance(array, np.ndarray) else there]
+            for name, array in arrays.items()
+        }
+
+    def _with_members(self, held: GpuTable, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Add ``members (n,) uint8``: the members that have the same row, a bit each.
+
+        Common rows get the lowest version that they had in any member: so every change of one is newer."""
+        lowest = held.state.common_version
+        if lowest is None or self._common_rows is None:
+            return arrays
+        keys, versions = _on_host(arrays["keys"]), np.array(_on_host(arrays["versions"]))
+        own = np.flatnonzero(self._common_rows(held.table, keys)[0])
+        bits = np.zeros(len(keys), np.uint8)
+        for number, table in held.state.members.items():
+            if table is not held.table:
+                also = self._common_rows(table, keys[own])[0]
+                bits[own[also]] |= np.uint8(1 << number)
+        versions[own] = lowest
+        return {**arrays, "versions": versions, "members": bits}
+
     def seal(self, table: EmbeddingTable) -> int:
         """Finish the filling of a static table; return the number of keys without a slot.
 
         It is almost always 0."""
         held = self.held(table)
-        held.sealed = True
-        return held.dropped
+        held.state.sealed = True
+        return held.state.dropped
 
     def sealed(self, table: EmbeddingTable) -> bool:
         """Return whether ``table`` is static and filled."""
         held = self._tables.get(table)
-        return held is not None and held.sealed
+        return held is not None and held.state.sealed
 
     def drop_table(self, table: EmbeddingTable) -> None:
-        """Remove ``table``; its memory is freed once the fetches in flight have ended."""
+        """Remove ``table``; its memory is freed once the fetches in flight have ended.
+
+        Tables that share its arrays keep their rows, and the memory."""
         held = self._tables.pop(
             table, None
         )  # keeps the memory alive until the device no longer reads it
         if held is not None:
             with self._device:
+                self._writer.leave(held)
                 self._writer.finish()
                 self._device.synchronize()
 
@@ -153,3 +210,8 @@ class GpuTables:
         self._tables.clear()
         with self._device:
             self._writer.release()
+
+
+def _on_host(array: Any) -> NDArray[Any]:
+    host: NDArray[Any] = array if isinstance(array, np.ndarray) else array.get()
+    return host

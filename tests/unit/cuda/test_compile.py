@@ -24,7 +24,7 @@ EXPRESSIONS = {
     ]
     + ["count_kernel"],
     "write.cu": [
-        *("dedup_kernel", "compact_kernel", "evict_kernel"),
+        *("dedup_kernel", "compact_kernel", "evict_kernel", "leave_kernel"),
         *(
             launch.write_name(unit, update=update, scored=scored)
             for unit in (16, 4, 2)

@@ -14,7 +14,7 @@ from hps.types import EmbeddingTable
 HEADER = (loader.FOLDER / "hash_table.cuh").read_text()
 SHARED = [
     *("WAYS", "HALF", "BUCKET_BYTES", "SLOT_BYTES", "EMPTY", "TOMBSTONE", "CLAIMED", "ROW_MASK"),
-    *("NO_ROW", "NO_SLOT_ROW", "COUNT_BITS", "POLICY_BITS"),
+    *("NO_ROW", "MEMBERS", "COUNT_BITS", "POLICY_BITS"),
 ]
 INT64 = st.integers(-(2**63), 2**63 - 1)
 

@@ -1,6 +1,7 @@
 """Placement and eviction on the NumPy twin of the device's table."""
 
 from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,7 +13,6 @@ from hps.cuda import layout
 from hps.cuda.layout import (
     COUNT_BITS,
     EMPTY,
-    ROW_MASK,
     TOMBSTONE,
     EvictionPolicy,
     GpuTableShape,
@@ -45,11 +45,16 @@ def put_batch(twin, keys):
     twin.write(keys, np.ones((len(keys), 1), np.float32), versions_of(keys))
 
 
-def check_invariants(twin):
-    """Check invariants: each row has one owner; each key has one slot, in one of its buckets."""
+def check_rows(twin):
+    """Check that each row has one owner."""
     words = twin.words[twin.words < EMPTY] if twin.shape.roomy else twin.words
-    owned = np.concatenate([words.reshape(-1) & np.uint32(ROW_MASK), twin.spare])
+    owned = np.concatenate([words.reshape(-1) & np.uint32(twin.shape.row_mask), twin.spare])
     assert np.array_equal(np.sort(owned), np.arange(twin.shape.rows))
+
+
+def check_invariants(twin):
+    """Check that each row has one owner, and each key one slot, in one of its buckets."""
+    check_rows(twin)
     held = twin.keys[twin.words < EMPTY]
     assert len(np.unique(held)) == len(held)
     for key in held.tolist():
@@ -174,7 +179,7 @@ def test_update_writes_a_spare_row_and_frees_the_old_one():
     put(twin, [5], 2, update=True)
     after = int(twin.words[twin.find(5)])
     assert after != before
-    assert before in twin.spare
+    assert before & twin.shape.row_mask in twin.spare
     assert twin.fetch(np.array([5]))[2].tolist() == [2]
     check_invariants(twin)
 
@@ -364,3 +369,125 @@ def test_coarse_clock_hit_rate_is_within_one_point_of_exact_lru():
     ours, best = (1 - count / len(trace) for count in missed)
     assert best - ours < 0.01
     assert best > 0.3
+
+
+MEMBER_OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["insert", "shared", "update", "delete", "evict", "leave"]),
+        st.integers(0, layout.MOST_MEMBERS - 1),
+        st.lists(st.integers(-20, 20), min_size=1, max_size=12, unique=True),
+        st.integers(2, 6),
+    ),
+    max_size=30,
+)
+
+
+class Members:
+    """What each member of a twin may and must find. Common rows have version 1 and the key as value; keys
+    that a member has changed are its own until the end. Even versions are not known to the others: the
+    bits keep one row of a key for each member even so."""
+
+    def __init__(self, twin):
+        self.twin = twin
+        self.own = [{} for _ in range(layout.MOST_MEMBERS)]  # by key: version and value
+        self.certain = [set() for _ in self.own]
+        self.known = [set() for _ in self.own]
+
+    def found(self, keys):
+        vectors, words, versions = self.twin.fetch(keys)
+        for vector, word, version in zip(vectors, words.tolist(), versions.tolist(), strict=True):
+            yield None if word == EMPTY else (version, None if word & TOMBSTONE else vector[0])
+
+    def evict(self, listed):
+        self.twin.evict(np.array(listed))
+        self.certain[self.twin.member] -= set(listed)
+
+    def leave(self, _listed):
+        self.twin.leave()
+        self.certain[self.twin.member].clear()
+
+    def share(self, listed):
+        keys = np.array([k for k in listed if k not in self.own[self.twin.member]], np.int64)
+        bits = np.zeros(len(keys), np.uint8)
+        for n, known in enumerate(self.known):
+            bits |= np.array([k not in known for k in keys.tolist()], np.uint8) << np.uint8(n)
+        self.twin.write(keys, rows_of(keys), versions_of(keys, 1), members=bits)
+        self.certain[self.twin.member].update(keys.tolist())
+
+    def change(self, verb, listed, version):
+        keys, member = np.array(listed, np.int64), self.twin.member
+        values = (keys + 100 * member + 10 * version).astype(np.float32)
+        for key, value, found in zip(listed, values.tolist(), self.found(keys), strict=True):
+            if found is None and verb == "update":
+                continue
+            if found is None or found[0] <= version:
+                self.own[member][key] = version, None if verb == "delete" else value
+                if version % 2:
+                    self.known[member].add(key)
+                # A row that others see is hidden by an update, and is another one with an insert.
+                change = set.discard if verb == "update" else set.add
+                change(self.certain[member], key)
+        rows = None if verb == "delete" else np.repeat(values[:, None], DIM, axis=1)
+        self.twin.write(keys, rows, versions_of(keys, version), update=verb == "update")
+
+    def check(self):
+        keys = np.arange(-20, 21)
+        for self.twin.member in range(layout.MOST_MEMBERS):
+            own, certain = self.own[self.twin.member], self.certain[self.twin.member]
+            known = self.known[self.twin.member]
+            for key, found in zip(keys.tolist(), self.found(keys), strict=True):
+                if found is None:
+                    assert key not in certain
+                else:
+                    assert found == own.get(key) or (found == (1, key) and key not in known)
+                    assert sum(self.sees(place) for place in self.twin._places(key)) == 1
+
+    def sees(self, place):
+        return bool(self.twin._seers(place) >> 26 & 1 << self.twin.member)
+
+
+@settings(max_examples=150)
+@given(MEMBER_OPERATIONS, st.booleans())
+def test_members_find_their_own_rows_or_common_ones(operations, roomy):
+    """There is room for all rows of each member, so nothing is dropped."""
+    one = ROOMY if roomy else SMALL
+    rows, spare = (one.rows + 200,) * 2 if roomy else (320 + one.spare, one.spare)
+    twin = TwinTable(replace(one, buckets=40, rows=rows, spare=spare), DIM)
+    members = Members(twin)
+    for verb, twin.member, listed, version in operations:
+        if verb in ("evict", "leave"):
+            getattr(members, verb)(listed)
+        elif verb == "shared":
+            members.share(listed)
+        else:
+            members.change(verb, listed, version)
+        members.check()
+        check_rows(twin)
+    for twin.member in range(layout.MOST_MEMBERS):
+        twin.leave()
+    assert (twin.words & EMPTY != 0).all()
+    check_invariants(twin)
+
+
+def test_common_row_takes_one_slot_and_a_changed_one_two():
+    twin = TwinTable(SMALL, DIM)
+    keys, both = np.arange(20), np.full(20, 3, np.uint8)
+    for twin.member in (0, 1):
+        twin.write(keys, rows_of(keys), versions_of(keys), members=both)
+    assert (twin.words < EMPTY).sum() == 20
+    twin.member = 0
+    put(twin, [7], 2)
+    twin.evict(np.array([8]))
+    assert (twin.words < EMPTY).sum() == 21
+    twin.member = 1
+    assert twin.fetch(np.array([7, 8]))[2].tolist() == [1, 1]
+    twin.leave()
+    assert (twin.words < EMPTY).sum() == 19
+    twin.member = 0
+    assert twin.resident().tolist() == [k for k in range(20) if k != 8]
+
+
+def test_large_tables_have_no_members():
+    shape = plan_table_shape(EmbeddingTable.make("t", 1), layout.MEMBER)
+    assert not shape.has_members
+    assert (shape.row_mask, shape.hidden(0)) == (layout.ROW_MASK, EMPTY)

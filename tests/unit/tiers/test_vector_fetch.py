@@ -10,6 +10,7 @@ import pytest
 
 from hps.cuda import fetch_chunk, launch, miss_fill, vector_fetch
 from hps.cuda.launch import PARTS, UNANSWERED
+from hps.cuda.layout import EMPTY
 from hps.cuda.loader import BLOCK
 from hps.tiers.gpu.cache import GpuCache
 from hps.types import EmbeddingTable, Source, make_version
@@ -85,7 +86,7 @@ class FetchTwin:
             rows = distinct_rows(table, keys)
             at(part["out"], n * table.dim, table.dtype).reshape(n, -1)[found] = rows[found]
             if part["source"]:
-                at(part["source"], n, np.uint8)[found] = part["code"]
+                at(part["source"], n, np.uint8)[found] = part["code"] & 255
             assert part["now"] == 7
             missing.append(np.flatnonzero(~found) + int(part["base"]))
             keys_missing.append(keys[~found])
@@ -163,16 +164,17 @@ class HostDevice:
             TABLES[len(TABLES)] = table
             sizes = (1, 32, table.row_bytes, 0)
             shape = SimpleNamespace(host_bytes=0)
+            clock = SimpleNamespace(
+                stamping=0, now=7, cell=np.array([7], np.uint32), is_timed=False
+            )
             pointers = (len(TABLES) - 1, 0, 0, 0)
             fake = SimpleNamespace(
                 table=table,
                 pointers=pointers,
                 sizes=sizes,
-                stamping=0,
-                now=7,
-                now_cell=np.array([7], np.uint32),
+                clock=clock,
+                code=launch.GPU_CODE | EMPTY,
                 shape=shape,
-                is_timed=False,
             )
             held.append((fake, n))
         codes = 0 if sources is None else sources.ptr

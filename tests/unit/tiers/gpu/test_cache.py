@@ -13,9 +13,7 @@ from hps.cuda.fetch import FetchVariant
 from hps.cuda.layout import (
     EMPTY,
     NO_ROW,
-    NO_SLOT_ROW,
     ROOMY_LOAD,
-    ROW_MASK,
     SLOT,
     TOMBSTONE,
     EvictionPolicy,
@@ -76,21 +74,22 @@ def scores_of(policy, rng):
 
 
 def check(held):
-    """Check that each row has one owner, each key occurs once in its half, and no slot is claimed."""
-    slots = slots_of(held)
-    numbers = (slots["word"] & np.uint32(ROW_MASK)).reshape(-1)
+    """Check that each row has one owner, each key of a member one slot, and that none is claimed."""
+    slots, mask = slots_of(held), np.uint32(held.shape.row_mask)
+    numbers = (slots["word"] & mask).reshape(-1)
     if held.shape.roomy:
         empty = slots["word"].reshape(-1) >= EMPTY
-        assert (numbers[empty] == NO_SLOT_ROW).all()
+        assert (numbers[empty] == mask).all()
         numbers = numbers[~empty]
-    owned = np.concatenate([numbers, held.spare.get()[held.filled :]])
+    owned = np.concatenate([numbers, held.spare.get()[held.state.filled :]])
     np.testing.assert_array_equal(np.sort(owned), np.arange(held.shape.rows))
     assert not (slots["word"] & np.uint32(layout.CLAIMED)).any()
-    at = np.nonzero(slots["word"] < EMPTY)
-    keys = slots["key"][at]
-    assert len(np.unique(keys)) == len(keys)
-    halves = layout.half_buckets(np.ascontiguousarray(keys), held.shape.buckets)
-    assert (halves == at[0][:, None]).any(axis=1).all()
+    for member in held.state.members:
+        at = np.nonzero(slots["word"] & np.uint32(held.shape.hidden(member)) == 0)
+        keys = slots["key"][at]
+        assert len(np.unique(keys)) == len(keys)
+        halves = layout.half_buckets(np.ascontiguousarray(keys), held.shape.buckets)
+        assert (halves == at[0][:, None]).any(axis=1).all()
 
 
 POLICIES = [EvictionPolicy.LRU, EvictionPolicy.LFU, EvictionPolicy.SCORE, EvictionPolicy.EPOCH_LRU]
@@ -103,8 +102,8 @@ def test_single_key_operations_match_twin(policy):
     cache.add_table(table, 80, policy=policy)
     held = cache.held(table)
     twin = TwinTable(held.shape, 4, policy=policy)
-    twin.clock = held.clock = 2**32 - 10  # and so wraps on the way
-    twin.epoch = held.epoch = 2 ** (32 - layout.COUNT_BITS) - 2
+    twin.clock = held.clock.ticks = 2**32 - 10  # and so wraps on the way
+    twin.epoch = held.clock.epoch = 2 ** (32 - layout.COUNT_BITS) - 2
     rng = np.random.default_rng(5)
     for step in range(1500):
         keys = rng.integers(-70, 70, 1)
@@ -132,8 +131,8 @@ def test_single_key_operations_match_twin(policy):
             twin.write(keys, rows, versions, scores=scores)
             cache.insert(table, keys, rows, versions, scores)
         if step % 500 == 499:
-            twin.epoch = held.epoch = twin.epoch + 1
-        assert twin.clock == held.clock
+            twin.epoch = held.clock.epoch = twin.epoch + 1
+        assert twin.clock == held.clock.ticks
         if step % 100 == 99:
             slots = slots_of(held)
             full = twin.words < EMPTY
@@ -142,7 +141,7 @@ def test_single_key_operations_match_twin(policy):
             np.testing.assert_array_equal(scores_in(held, slots)[full], twin.scores[full])
             np.testing.assert_array_equal(held.spare.get(), twin.spare)
     assert twin.evicted > 20
-    assert (twin.evicted, twin.dropped) == (held.evicted, held.dropped)
+    assert (twin.evicted, twin.dropped) == (held.state.evicted, held.state.dropped)
     check(held)
 
 
@@ -235,7 +234,7 @@ def test_flood_of_rows_fills_table_and_keeps_it_consistent():
     held = cache.held(table)
     check(held)
     assert cache.size(table) > 0.98 * cache.capacity(table)
-    assert held.evicted + held.dropped >= len(keys) - cache.capacity(table)
+    assert held.state.evicted + held.state.dropped >= len(keys) - cache.capacity(table)
     part = fetch(cache, table, keys)
     found = np.setdiff1d(np.arange(len(keys)), part.missing)
     assert len(found) == cache.size(table)
@@ -385,7 +384,7 @@ def test_export_can_omit_old_rows():
     for keys in (old, np.arange(5000, 5300), new):
         cache.insert(table, keys, distinct_rows(table, keys), versions_of(keys))
     held = cache.held(table)
-    exported = cache.export(table, least=held.clock - 2 * held.age)[0].get()
+    exported = cache.export(table, least=held.clock.ticks - 2 * held.clock.age)[0].get()
     assert np.isin(new, exported).all()
     assert not np.isin(old, exported).any()
 
@@ -402,7 +401,7 @@ def test_scores_are_compared_in_all_64_bits():
         )
     held = cache.held(table)
     check(held)
-    assert held.dropped > 30_000
+    assert held.state.dropped > 30_000
     exported, vectors, _, scores = (array.get() for array in cache.export(table))
     order = np.argsort(keys)
     np.testing.assert_array_equal(scores, worth[order][exported])
@@ -441,7 +440,7 @@ def test_epoch_is_recovered_from_scores():
         cache, keys = GpuCache({}), np.arange(2000)
         cache.add_table(table, 4000, policy=policy)
         cache.insert(table, keys, distinct_rows(table, keys), versions_of(keys))
-        cache.held(table).epoch = 3
+        cache.held(table).clock.epoch = 3
         fetch(cache, table, keys[500:700])
         found, _, _, scores = (a.get() for a in cache.export(table, 3 << layout.COUNT_BITS))
         assert sorted(found.tolist()) == list(range(500, 700))
@@ -458,8 +457,8 @@ def test_top_k_lists_hottest_keys_first(policy, monkeypatch):
     cache.insert(table, keys, distinct_rows(table, keys), versions_of(keys))
     cache.delete(table, keys[:10].copy(), versions_of(keys[:10], 1))
     present = keys[cache.contains(table, keys).get()]
-    for n, step in ((3000, held.age or 1), (300, held.age or 1)):
-        held.clock += step
+    for n, step in ((3000, held.clock.age or 1), (300, held.clock.age or 1)):
+        held.clock.ticks += step
         fetch(cache, table, present[-n:])
     found, scores = cache.top_k(table, 5000)
     assert set(found[:300].tolist()) == set(present[-300:].tolist())
@@ -589,7 +588,7 @@ def test_roomy_table_holds_every_row(count):
         rows = cp.repeat((some % 1021).astype(np.float32)[:, None], 8, axis=1)
         cache.insert(table, some, rows, cp.full(len(some), NOW, np.uint64))
     held = cache.held(table)
-    assert (held.evicted, held.dropped, cache.size(table)) == (0, 0, count)
+    assert (held.state.evicted, held.state.dropped, cache.size(table)) == (0, 0, count)
     assert cache.contains(table, keys).all()
     if count <= 1_000_000:
         check(held)
@@ -606,7 +605,7 @@ def test_update_of_a_roomy_table_takes_all_spare_rows(monkeypatch):
     held, steps, hold_back = cache.held(table), [], ReaderEvents.hold_back
 
     def record(self, stream):
-        steps.append(held.shape.rows - held.filled)
+        steps.append(held.shape.rows - held.state.filled)
         hold_back(self, stream)
 
     monkeypatch.setattr(ReaderEvents, "hold_back", record)
@@ -634,7 +633,7 @@ def test_roomy_table_keeps_its_capacity_under_churn(policy):
         check(held)
         if turn == 5:
             assert count <= sum(held.count(cache.space.take_stream())) <= count + held.shape.batch
-            assert held.evicted > 0
+            assert held.state.evicted > 0
         gone = rng.integers(0, 3 * count, 3000)
         cache.delete(table, gone[:1000], versions_of(gone[:1000], turn))
         cache.evict(table, gone[1000:])
@@ -649,7 +648,7 @@ def test_roomy_table_keeps_its_capacity_under_churn(policy):
         assert len(found) > 0.5 * len(keys)
     cache.clear(table)
     check(held)
-    assert (cache.size(table), held.filled) == (0, 0)
+    assert (cache.size(table), held.state.filled) == (0, 0)
 
 
 def test_closed_cache_gives_its_memory_back_while_it_lives():
@@ -861,7 +860,7 @@ def test_concurrent_readers_see_whole_rows_of_their_keys(kind, defines, monkeypa
     assert wrong == 0
     assert rounds > 100
     assert found > 10 * KEYS
-    assert cache.held(table).evicted > CAPACITY
+    assert cache.held(table).state.evicted > CAPACITY
     check(cache.held(table))
 
 

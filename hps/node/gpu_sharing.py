@@ -1,0 +1,76 @@
+"""Which tables share the arrays of a GPU cache: versions of a table with the same base file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from hps.config.schema import Settings
+from hps.cuda.layout import MOST_MEMBERS
+from hps.models.mapped_file import MAPPED_FILE
+from hps.models.tables import TableFiles
+from hps.tiers.gpu.plan import Plan
+from hps.types import EmbeddingTable
+
+Joins = dict[EmbeddingTable, EmbeddingTable]
+"""By table: the one whose arrays it uses."""
+
+
+def may_share(settings: Settings) -> bool:
+    """Whether the stores know which rows are those of a base file: no other process writes them."""
+    tiers = settings.tiers
+    return tiers.redis is None and tiers.mapped.enabled and tiers.rocksdb.access != "secondary"
+
+
+def find_joins(files: Mapping[EmbeddingTable, TableFiles], held: Plan) -> Joins:
+    """Choose for tables that are not ``held`` another one, held or among them, whose arrays they can use.
+
+    Only their ``files`` are compared; `can_join` says if a plan permits it."""
+    groups: dict[EmbeddingTable, set[EmbeddingTable]] = {}  # by the owner of the arrays
+    owners: dict[tuple[str, ...], list[EmbeddingTable]] = {}
+    joins: Joins = {}
+    for table in sorted(files, key=lambda t: t not in held):  # those that have arrays first
+        base = _base_of(files[table])
+        if base is None:
+            continue
+        known = owners.setdefault((table.model, table.name, base), [])
+        if table in held:
+            owner = held[table].shared_with or table
+        else:
+            owner = next((o for o in known if len(groups[o]) < MOST_MEMBERS), table)
+        if owner is not table and table not in held:
+            joins[table] = owner
+        if owner not in groups:
+            known.append(owner)
+        groups.setdefault(owner, set()).add(table)
+    return joins
+
+
+def _base_of(files: TableFiles) -> str | None:
+    """The digest of the base's rows; None for a table that is not mapped."""
+    mapped = all((pair.folder / MAPPED_FILE).is_file() for pair in files.pairs)
+    return files.pairs[0].digest if mapped else None
+
+
+def can_join(plan: Plan, owner: EmbeddingTable) -> bool:
+    """Whether other tables can use the planned arrays of ``owner``."""
+    planned = plan.get(owner)
+    shape = None if planned is None or planned.static else planned.shape(owner)
+    return shape is not None and shape.has_members
+
+
+def with_joins(plan: Plan, joins: Joins, held: Plan) -> Plan:
+    """Return ``plan`` with the tables that use arrays of the planned ones or of ``held``."""
+    known = held | plan
+    shared = {table: replace(known[owner], shared_with=owner) for table, owner in joins.items()}
+    return plan | shared
+
+
+def without(plan: Plan, tables: Collection[EmbeddingTable]) -> Plan:
+    """Return ``plan`` without ``tables``; arrays that others still use belong to one of these."""
+    kept = {table: planned for table, planned in plan.items() if table not in tables}
+    for owner in tables:
+        heirs = [table for table, planned in kept.items() if planned.shared_with == owner]
+        for table in heirs:
+            kept[table] = replace(kept[table], shared_with=None if table is heirs[0] else heirs[0])
+    return kept

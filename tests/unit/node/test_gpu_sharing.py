@@ -1,0 +1,234 @@
+"""Versions of a table that share the arrays of a GPU cache: on a twin of it and on a real GPU."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import hps
+from hps.config.schema import Settings
+from hps.cuda.layout import EMPTY, MEMBER, MOST_MEMBERS, SLOT, EvictionPolicy
+from hps.models.mapped_file import MAPPED_FILE
+from hps.models.version_writer import write_version
+from hps.node.gpu_sharing import can_join, find_joins, may_share, with_joins, without
+from hps.tiers.gpu.plan import GpuTablePlan, device_bytes
+from hps.types import EmbeddingTable, Source
+from tests.support import twin_device
+from tests.support.waiting import PATIENT_GUARD, until
+from tests.unit.node.test_delta_versions import CHANGED, DIM, KEYS, ROWS, SPEC, rows_of
+
+UNCHANGED = np.setdiff1d(np.arange(ROWS), CHANGED)
+
+
+# -- the choice of tables --------------------------------------------------------------------------
+
+
+def table(version, name="t"):
+    return EmbeddingTable.make(name, 4, model="m", version=version)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Returns a function: files with this base, mapped or not."""
+
+    def make(base, mapped=True):
+        folder = tmp_path / base
+        folder.mkdir(exist_ok=True)
+        if mapped:
+            (folder / MAPPED_FILE).touch()
+        return SimpleNamespace(pairs=[SimpleNamespace(folder=folder, digest=base)])
+
+    return make
+
+
+def planned(rows=100, **fields):
+    fields = {"host_rows": 0, "policy": EvictionPolicy.LRU, "static": False, "load": 0.5} | fields
+    return GpuTablePlan(rows, **fields)
+
+
+def test_tables_with_the_same_base_use_the_arrays_of_one(files):
+    one, two, other = (table(n) for n in (1, 2, 3))
+    found = {one: files("a"), two: files("a"), other: files("b"), table(1, "u"): files("a")}
+    assert find_joins(found, {}) == {two: one}
+    found = {two: files("c", mapped=False), one: files("c", mapped=False)}
+    assert find_joins(found, {}) == {}
+
+
+def test_tables_beyond_the_most_members_use_other_arrays(files):
+    tables = [table(n) for n in range(MOST_MEMBERS + 2)]
+    joins = find_joins(dict.fromkeys(tables, files("a")), {})
+    first, rest = tables[:MOST_MEMBERS], tables[MOST_MEMBERS:]
+    assert joins == dict.fromkeys(first[1:], first[0]) | {rest[1]: rest[0]}
+
+
+def test_new_tables_use_the_arrays_of_held_ones(files):
+    one, two, three, four = (table(n) for n in range(1, 5))
+    held = {two: planned(shared_with=one), one: planned()}
+    found = dict.fromkeys((four, three, two, one), files("a"))
+    assert find_joins(found, held) == {four: one}
+
+
+def test_arrays_stay_with_a_table_that_uses_them():
+    one, two, three = (table(n) for n in range(1, 4))
+    plan = with_joins({one: planned()}, {two: one, three: one}, {})
+    assert device_bytes(plan) == device_bytes({one: planned()})
+    assert without(plan, [three]) == {one: planned(), two: planned(shared_with=one)}
+    assert without(plan, [one]) == {two: planned(), three: planned(shared_with=two)}
+    assert without(plan, [one, two]) == {three: planned()}
+
+
+def test_static_and_very_large_tables_are_not_joined():
+    one = table(1)
+    assert can_join({one: planned()}, one)
+    assert not can_join({one: planned(static=True)}, one)
+    assert not can_join({one: planned(rows=MEMBER)}, one)
+    assert not can_join({one: planned(rows=0)}, one)
+    assert not can_join({}, one)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "shares"),
+    [
+        ({"rocksdb": {"path": "db"}}, True),
+        ({"rocksdb": {"path": "db", "access": "secondary"}}, False),
+        ({"rocksdb": {"path": "db"}, "mapped": {"enabled": False}}, False),
+        ({"rocksdb": {"path": "db"}, "redis": {"addresses": ["127.0.0.1:1"]}}, False),
+    ],
+)
+def test_rows_are_shared_if_only_this_node_writes_its_stores(tiers, shares):
+    assert may_share(Settings.model_validate({"tiers": tiers})) == shares
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    root = tmp_path_factory.mktemp("gpu-delta") / "models"
+    for version in (1, 2):
+        write_version(root, SPEC, version, {"t": (KEYS, rows_of(version))}, mapped=True)
+    return root
+
+
+@pytest.fixture(params=["twin", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    return twin_device.install(monkeypatch) if request.param == "twin" else None
+
+
+@pytest.fixture
+def config(repository, tmp_path, device):
+    return {
+        "models": {"repository": str(repository), "rollback_s": 3600},
+        "tiers": {
+            "gpu": {"use": "required", "capacity_bytes": 1 << 28},
+            "rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD},
+        },
+    }
+
+
+def serving(config, *versions):
+    served = {"versions": {"specific": list(versions)}} if len(versions) > 1 else {}
+    one = {} if len(versions) > 1 else {"serve": {"m": {"version": versions[0]}}}
+    return hps.open(config | {"models": config["models"] | served | one})
+
+
+def gpu_of(node):
+    return next(each.tier for each in node.tiers if each.tier.info.name == "gpu").caches[0]
+
+
+def tables_of(node):
+    return {t.version: t for t in list(gpu_of(node)._tables) or list(gpu_of(node).places)}
+
+
+def rows_used(node):
+    """The rows of all versions in the GPU cache."""
+    cache = gpu_of(node)
+    if hasattr(cache, "rows_held"):
+        return cache.rows_held(cache.places)
+    (lines,) = {id(held.lines): held.lines for held in cache._tables.values()}.values()
+    return int((lines.get().view(SLOT)["word"] < EMPTY).sum())
+
+
+def common_rows(node):
+    """The rows that both versions see, of a twin: those that the second one shared."""
+    cache = gpu_of(node)
+    if hasattr(cache, "common"):
+        return max(cache.common.values())
+    one, two = (held.member for held in cache._tables.values())
+    (words, *_) = (held.lines.get().view(SLOT)["word"] for held in cache._tables.values())
+    hidden = np.uint32(EMPTY | MEMBER << one | MEMBER << two)
+    return int((words & hidden == 0).sum())
+
+
+def bytes_on_gpu(node):
+    (tier,) = (each for each in node.status()["tiers"] if each["name"] == "gpu")
+    return tier["bytes"]
+
+
+def check(node, version, expected, on_gpu=0.0):
+    """The version's rows are ``expected``, this share of them on the GPU."""
+    found = node.lookup_on_device("m", {"t": KEYS}, version=version, want_source=True)
+    assert not found.defaulted
+    np.testing.assert_array_equal(found.vectors["t"].get(), expected)
+    assert (found.sources["t"] == Source.GPU).mean() >= on_gpu
+
+
+def changed(rows, at, value):
+    rows = rows.copy()
+    rows[at] = value
+    return rows
+
+
+def test_second_version_costs_two_percent_at_most(config):
+    with serving(config, 1) as node:
+        until(lambda: rows_used(node) == ROWS)
+        used = bytes_on_gpu(node)
+        node.load("m", 2)
+        assert rows_used(node) <= 1.02 * ROWS
+        assert common_rows(node) >= 0.98 * ROWS
+        assert bytes_on_gpu(node) <= 1.02 * used
+        assert len(tables_of(node)) == 2
+        check(node, 2, rows_of(2), on_gpu=0.97)
+        check(node, 1, rows_of(1), on_gpu=0.97)
+        node.rollback("m")
+        check(node, None, rows_of(1), on_gpu=0.97)
+
+
+@pytest.mark.parametrize("of_delta", [False, True])
+@pytest.mark.parametrize("updated", [1, 2])
+def test_update_of_one_version_changes_no_row_of_the_other(config, updated, of_delta):
+    at = (CHANGED if of_delta else UNCHANGED)[:200]
+    with serving(config, 1, 2) as node:
+        until(lambda: rows_used(node) >= ROWS)
+        check(node, 1, rows_of(1))
+        check(node, 2, rows_of(2))
+        for value in (9, 10):
+            write(node, updated, KEYS[at], value)
+            for _ in range(2):  # from the stores, and then from the GPU
+                check(node, updated, changed(rows_of(updated), at, value))
+                check(node, 3 - updated, rows_of(3 - updated))
+                node.writer.flush()
+    with serving(config, 1, 2) as node:  # the overlays are there from the start
+        for _ in range(2):
+            check(node, updated, changed(rows_of(updated), at, 10))
+            check(node, 3 - updated, rows_of(3 - updated))
+            node.writer.flush()
+
+
+def write(node, version, keys, value):
+    """Stream rows into a version."""
+    node.write("m", "t", keys, np.full((len(keys), DIM), value, np.float32), version=version)
+
+
+def test_versions_that_stay_keep_their_rows(config):
+    with serving(config, 1) as node:
+        until(lambda: rows_used(node) == ROWS)
+        node.load("m", 2)
+        node.unload("m", 1)
+        until(lambda: list(tables_of(node)) == [2])
+        check(node, 2, rows_of(2), on_gpu=0.97)
+        assert 0.97 * ROWS <= rows_used(node) <= ROWS
+        node.load("m", 1, switch=False)
+        check(node, 1, rows_of(1), on_gpu=0.97)
+        check(node, 2, rows_of(2), on_gpu=0.97)
+        assert rows_used(node) <= 1.02 * ROWS
