@@ -8,11 +8,14 @@ from concurrent.futures import CancelledError
 from contextlib import ExitStack, suppress
 from functools import partial
 
+import numpy as np
+
 from hps.config import Settings
 from hps.config.cache_settings import CpuCacheSettings, Eviction
 from hps.config.schema import ModelOverride, TableOverride
 from hps.lookup.engine import Promote
 from hps.models.tables import TableFiles
+from hps.native import dedup
 from hps.node.gpu_caches import NodeGpus
 from hps.node.mapped_memory import MappedMemory, Pending, memory_budget
 from hps.node.model_opening import OpenedModel, tables_of
@@ -36,6 +39,8 @@ from hps.updates.hot_key_snapshot import HotKeySnapshots, hot_keys_at_start
 log = logging.getLogger(__name__)
 # Rows of mapped tables that fill the caches before the node is ready, in a fraction of a second.
 _FIRST_BYTES = 64 << 20
+_BLOCK_ROWS = 1 << 20
+"""Keys that are read at a time to fill GPU caches."""
 
 
 class NodeCaches:
@@ -160,7 +165,7 @@ class NodeCaches:
             rows = min(files.rows, max((self._wanted(c, table) for c in self.statuses), default=0))
             first -= rows * table.row_bytes
             if first < 0 and self._stores.is_mapped(table):
-                later += self._fill_later(table, rows)
+                later += self._fill_later(table, files, rows)
                 continue
             self._fill_table(warming, table, files, rows)
         if self._memory is not None:
@@ -179,15 +184,43 @@ class NodeCaches:
         hot = self._hot.get(table.id)
         return [(table, None if hot is None else table.narrow(hot[0]))]
 
-    def _fill_later(self, table: EmbeddingTable, rows: int) -> Iterator[FillStep]:
+    def _fill_later(
+        self, table: EmbeddingTable, files: TableFiles, rows: int
+    ) -> Iterator[FillStep]:
         """Yield the steps that fill a mapped table with its hot rows, which are read from the disk first.
 
-        Rows come from the stores, which streams may change meanwhile."""
-        hot = self._hot.get(table.id)
-        if hot is not None and len(hot[0]):
-            yield lambda _warming: self._stores.populate(table, hot[0])
+        GPU caches get other rows, too, if they have room. Rows come from the stores, which streams may change
+        meanwhile."""
+        hot = self._hot.get(table.id, (np.empty(0, np.int64),))[0]
+        if len(hot):
+            yield lambda _warming: self._stores.populate(table, hot)
             if rows:
-                yield lambda warming: self._fill_hottest(warming, table, hot[0][:rows])
+                yield lambda warming: self._fill_hottest(warming, table, hot[:rows])
+        replicas = self._devices.replicas
+        on_gpu = sum(self._wanted(c, table) for c in self.statuses if c.tier is replicas)
+        if on_gpu > len(hot):
+            yield lambda warming: self._fill_gpus(warming, table, files, (hot, on_gpu))
+
+    def _fill_gpus(
+        self,
+        warming: CacheWarmup,
+        table: EmbeddingTable,
+        files: TableFiles,
+        wanted: tuple[KeyArray, int],
+    ) -> None:
+        """Put rows from the start of the files into the GPU caches; ``wanted``: the keys that are there, and
+        how many rows are to be there then."""
+        there, rows = wanted
+        missing = rows - len(there)
+        for start in range(0, files.rows, _BLOCK_ROWS):
+            keys = table.narrow(files.keys(start, min(files.rows, start + _BLOCK_ROWS)))
+            if len(there):
+                keys = keys[~np.isin(keys, there)]
+            keys, missing = keys[:missing], missing - len(keys[:missing])
+            self._stores.populate(table, keys)
+            warming.promote_into(table, keys, self._devices.replicas)
+            if not missing:
+                return
 
     def _fill_table(
         self, warming: CacheWarmup, table: EmbeddingTable, files: TableFiles, rows: int
@@ -200,7 +233,15 @@ class NodeCaches:
             self._fill_hottest(warming, table, hot[0][:rows])
 
     def _fill_hottest(self, warming: CacheWarmup, table: EmbeddingTable, keys: KeyArray) -> None:
-        warming.hottest(table, keys, self.statuses[0].tier)
+        replicas, mapped = self._devices.replicas, self._stores.is_mapped(table)
+        if mapped and replicas is not None and len(keys) <= replicas.capacity(table):
+            on_gpu_alone = not any(
+                self._wanted(c, table) for c in self.statuses if c.tier is not replicas
+            )
+            cache = replicas if on_gpu_alone else None
+            warming.promote_into(table, dedup(table.narrow(keys))[0], cache, limited=True)
+            return
+        warming.hottest(table, keys, self.statuses[0].tier, mapped=mapped)
         self._promote_hottest(table, keys)
 
     def _promote_hottest(self, table: EmbeddingTable, keys: KeyArray) -> None:

@@ -78,17 +78,35 @@ class CacheWarmup:
         """Put the stores' rows of ``keys (n,)`` into the caches, however long it takes.
 
         In the order of the keys, in which RocksDB reads them ten times as fast as at random."""
-        keys = np.sort(dedup(keys)[0])
+        self.promote_into(table, np.sort(dedup(keys)[0]))
+
+    def promote_into(
+        self,
+        table: EmbeddingTable,
+        keys: KeyArray,
+        cache: Tier | None = None,
+        *,
+        limited: bool = False,
+    ) -> None:
+        """Put the stores' rows of ``keys (n,)``, each key once, into ``cache``, or without it into all.
+
+        ``limited``: at most until `WARM_SECONDS` after the warm-up began."""
         with self._progress.task(f"filling {table.name}", len(keys)) as step:
             for start in range(0, len(keys), _CHUNK_ROWS):
+                if limited and _is_late(self._until, table, start, len(keys)):
+                    return
                 some = keys[start : start + _CHUNK_ROWS]
-                self._writer.promote_at_once(table, some).result()
+                self._writer.promote_at_once(table, some, cache).result()
                 step(len(some))
 
-    def hottest(self, table: EmbeddingTable, keys: KeyArray, cache: Tier) -> None:
-        """Put ``keys (n,)``, the hottest first, into ``cache`` with the stores' rows."""
+    def hottest(
+        self, table: EmbeddingTable, keys: KeyArray, cache: Tier, *, mapped: bool = False
+    ) -> None:
+        """Put ``keys (n,)``, the hottest first, into ``cache`` with the stores' rows.
+
+        ``mapped``: the stores read them from a mapped file, so that large pieces keep no request waiting."""
         with self._progress.task(f"warming {table.name}, hottest keys", len(keys)) as step:
-            promote_keys(self._writer, table, keys, step, self._until)
+            promote_keys(self._writer, table, keys, step, self._until, at_once=mapped)
         # The keys inserted first now have the lowest scores; a lookup of them raises these.
         half = keys[: len(keys) // 2]
         for start in range(0, len(half), _CHUNK_ROWS):
@@ -131,24 +149,33 @@ def promote_keys(
     keys: KeyArray,
     step: Callable[[int], None],
     until: float,
+    *,
+    at_once: bool = False,
 ) -> None:
     """Promote ``keys (n,)``, the first ones first, until the instant ``until`` (``time.monotonic()``).
 
-    Slower than ``insert_rows``, but correct whatever was written meanwhile."""
+    ``at_once``: in larger pieces, see `CacheWriter.promote_at_once`. Slower than ``insert_rows``, but correct
+    whatever was written meanwhile."""
     chunk = min(_CHUNK_ROWS, writer.queue_keys)
     for start in range(0, len(keys), chunk):
-        if time.monotonic() > until:
-            log.info(
-                "table %s: warm-up stopped at its time limit, after %d of %d rows",
-                table.id,
-                start,
-                len(keys),
-            )
+        if _is_late(until, table, start, len(keys)):
             return
         part = np.array(keys[start : start + chunk], np.int64)
-        writer.promote(table, part)
-        writer.flush()
+        if at_once:
+            writer.promote_at_once(table, dedup(table.narrow(part))[0]).result()
+        else:
+            writer.promote(table, part)
+            writer.flush()
         step(len(part))
+
+
+def _is_late(until: float, table: EmbeddingTable, done: int, rows: int) -> bool:
+    late = time.monotonic() > until
+    if late:
+        log.info(
+            "table %s: warm-up stopped at its time limit, after %d of %d rows", table.id, done, rows
+        )
+    return late
 
 
 def _backwards(n: int, chunk: int) -> Iterator[slice]:

@@ -121,13 +121,16 @@ class CacheWriter:
         if len(kept) < len(keys):
             self._count("dropped", len(keys) - len(kept))
 
-    def promote_at_once(self, table: EmbeddingTable, keys: KeyArray) -> Future[None]:
+    def promote_at_once(
+        self, table: EmbeddingTable, keys: KeyArray, cache: Tier | None = None
+    ) -> Future[None]:
         """Copy the rows of ``keys (n,)``, each key once, into the caches, read and inserted in one piece.
 
-        For a node that does not serve yet: request threads might wait for the interpreter lock."""
+        ``cache``: only into this one of them. For a node that does not serve yet, or rows of mapped files:
+        request threads might wait for the interpreter lock."""
 
         def work() -> None:
-            self._promote_slice(table, keys)
+            self._promote_slice(table, keys, cache or self._caches)
 
         return self._queue(self._changes, work)
 
@@ -224,7 +227,7 @@ class CacheWriter:
             if refused:
                 self._count("failed", len(keys))
             else:
-                refused = not self._promote_slice(table, keys)
+                refused = not self._promote_slice(table, keys, self._caches)
             yield queued
             while change := self._next_change():
                 run_into(change.done, change.work)
@@ -257,7 +260,7 @@ class CacheWriter:
             if not self._closed:
                 self._waiting_keys -= keys
 
-    def _promote_slice(self, table: EmbeddingTable, keys: KeyArray) -> bool:
+    def _promote_slice(self, table: EmbeddingTable, keys: KeyArray, caches: Tier) -> bool:
         """Promote one slice; False when the caches rejected it.
 
         They would reject more, each after a delay.
@@ -270,7 +273,7 @@ class CacheWriter:
         found = np.flatnonzero(rows.source)
         try:
             if len(found):
-                self._caches.insert(table, keys[found], rows.out[found], rows.versions[found])
+                caches.insert(table, keys[found], rows.out[found], rows.versions[found])
                 self._count("inserted", len(found))
         except Exception as error:
             self._failed(table, keys)

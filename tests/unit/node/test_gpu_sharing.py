@@ -232,3 +232,20 @@ def test_versions_that_stay_keep_their_rows(config):
         check(node, 1, rows_of(1), on_gpu=0.97)
         check(node, 2, rows_of(2), on_gpu=0.97)
         assert rows_used(node) <= 1.02 * ROWS
+
+
+@pytest.mark.parametrize("hot", [0, 3000])
+def test_caches_of_a_large_mapped_table_are_filled_after_the_start(
+    config, monkeypatch, tmp_path, hot
+):
+    """With the snapshot's keys first, then with others."""
+    monkeypatch.setattr("hps.node.caches._FIRST_BYTES", 0)
+    monkeypatch.setattr("hps.node.caches._BLOCK_ROWS", 10_000)
+    snapshot = {"path": str(tmp_path / "snapshot"), "keys": hot or 1}
+    cpu = {"capacity_bytes": 1 << 20, "snapshot": snapshot if hot else {}}
+    config["tiers"] |= {"cpu_cache": cpu, "mapped": {"memory_bytes": 0}}
+    for _ in range(2 if hot else 1):  # the second start has a snapshot
+        with serving(config, 1) as node:
+            until(lambda: rows_used(node) == ROWS)
+            write(node, 1, KEYS[:10], 9)
+            check(node, 1, changed(rows_of(1), slice(10), 9), on_gpu=0.99)
