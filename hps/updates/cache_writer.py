@@ -30,7 +30,7 @@ from hps.errors import TierError
 from hps.native import dedup
 from hps.threads import run_into
 from hps.tiers.base import FetchContext, Part, Tier
-from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+from hps.types import EmbeddingTable, IndexArray, KeyArray, VectorArray, VersionArray
 
 log = logging.getLogger(__name__)
 
@@ -270,16 +270,19 @@ class CacheWriter:
         except Exception:
             self._failed(table, keys)
             return True
-        found = np.flatnonzero(rows.source)
+        inserted = int(np.count_nonzero(rows.source))
+        found: slice | IndexArray = slice(None)  # copies nothing
+        if inserted < len(keys):
+            found = np.flatnonzero(rows.source)
         try:
-            if len(found):
+            if inserted:
                 caches.insert(table, keys[found], rows.out[found], rows.versions[found])
-                self._count("inserted", len(found))
+                self._count("inserted", inserted)
         except Exception as error:
             self._failed(table, keys)
             return not isinstance(error, TierError)
-        if len(found) < len(keys):
-            self._count("degraded" if skipped else "gone", len(keys) - len(found))
+        if inserted < len(keys):
+            self._count("degraded" if skipped else "gone", len(keys) - inserted)
         return True
 
     def _failed(self, table: EmbeddingTable, keys: KeyArray) -> None:
@@ -292,8 +295,8 @@ class CacheWriter:
         """Read each key's newest row over all stores; also return whether a store was skipped.
 
         Source 0: a deletion, a key that no store has, or a skipped store that may hold a newer row."""
-        newest, unsure = Part.make(table, keys), np.zeros(len(keys), bool)
-        known = np.zeros(len(keys), bool)
+        newest: Part | None = None
+        unsure, known = np.zeros(len(keys), bool), np.zeros(len(keys), bool)
         skipped, missing_above = False, keys[:0]
         for store in self._sources.stores:
             part, ctx = Part.make(table, keys), FetchContext()
@@ -304,6 +307,9 @@ class CacheWriter:
                     unsure[part.missing] = True
             answered = np.ones(len(keys), bool)
             answered[part.missing] = False
+            if newest is None:
+                newest, known = part, answered
+                continue  # most nodes have one store: nothing is copied
             newer = answered & (~known | (part.versions > newest.versions))
             if self._sources.own_first and store is self._sources.own:
                 newer |= answered & (part.versions == newest.versions)
@@ -314,6 +320,7 @@ class CacheWriter:
             known |= answered
         if len(self._sources.stores) > 1 and not skipped and len(missing_above):
             self._on_missing_above(table, missing_above)
+        newest = newest or Part.make(table, keys)
         newest.source[unsure] = 0
         return newest, skipped
 
