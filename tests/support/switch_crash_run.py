@@ -35,6 +35,8 @@ BATCH = 4000
 ACTIONS = ("publish", "download", "load", "switch", "label", "rollback")
 LABELS = ("stable", "canary")
 MOST_SERVED = 4
+_LONGER = 1.2
+"""Factor of the expected duration of a change after a kill in it: kills shall hit its end, too."""
 SPEC = ModelSpec.model_validate(
     {
         "name": MODEL,
@@ -169,6 +171,7 @@ class SwitchCrashRun:
         self.killed["publish"] += 1
         versions = self._index(every=True)
         if number in versions:
+            self.changed["publish"] += 1
             assert self._change("load", version=number, beside=True)[0] == 200
             self._whole(number)
             self._unload(number)
@@ -201,6 +204,7 @@ class SwitchCrashRun:
             self._published.append(number)
         else:
             self.in_flight["publish"] += 1
+            self._took["publish"] *= _LONGER
             self._abandoned.append(number)
         return number
 
@@ -261,7 +265,11 @@ class SwitchCrashRun:
         asking.join()
         assert all(status == 200 for status, _ in answers), answers
         self.killed[action] += 1
-        self.in_flight[action] += not answers
+        if not answers:
+            self.in_flight[action] += 1
+            self._took[action] *= (
+                _LONGER  # kills shall also hit the end of a change, and what follows
+            )
         self._restart()
         self._observe()
         found = self._served
