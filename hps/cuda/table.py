@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -54,11 +55,13 @@ class GpuTableOptions:
 class TableState:
     """What the ``members`` of a table, by their numbers, have in common besides arrays and clock.
 
-    ``common_version``: that of their common rows; None: there was no second member yet. ``filled``: rows
-    that slots of a roomy table own; the spare list begins after so many. ``sealed``: filled and static.
-    ``evicted``, ``dropped``: rows so far."""
+    Members are added under ``lock``, by any thread, and removed by the writer's. ``common_version``: that of
+    their common rows; None: there was no second member yet. ``filled``: rows that slots of a roomy table own;
+    the spare list begins after so many. ``sealed``: filled and static. ``evicted``, ``dropped``: rows so
+    far."""
 
     members: dict[int, EmbeddingTable]
+    lock: Lock = field(default_factory=Lock)
     common_version: int | None = None
     filled: int = 0
     sealed: bool = False
@@ -151,12 +154,16 @@ class GpuTable:
         None if they can have no further member, or ``table`` has other rows. It has the same clock."""
         own = self.table
         alike = (table.dim, table.dtype) == (own.dim, own.dtype)
-        free = set(range(MOST_MEMBERS)) - self.state.members.keys()
-        if self.static or not self.shape.has_members or not alike or not free:
+        if self.static or not self.shape.has_members or not alike:
             return None
-        shared = copy(self)
-        shared.table, shared.member = table, min(free)
-        self.state.members[shared.member] = table
+        with self.state.lock:
+            members = self.state.members
+            free = set(range(MOST_MEMBERS)) - members.keys()
+            if not free or not members:  # without members, the arrays are about to be freed
+                return None
+            shared = copy(self)
+            shared.table, shared.member = table, min(free)
+            members[shared.member] = table
         return shared
 
     def scan_args(self, **fields: int) -> KernelStruct:

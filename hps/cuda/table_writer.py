@@ -110,9 +110,14 @@ class GpuTableWriter:
 
     def leave(self, table: GpuTable) -> None:
         """End the membership of ``table``; its rows and those of other members stay valid for these."""
-        if len(table.state.members) > 1:
-            self.clear(table)
-        del table.state.members[table.member]
+        state = table.state
+        with state.lock:
+            if len(state.members) == 1:
+                state.members.clear()
+                return
+        self.clear(table)  # before another member may get the number
+        with state.lock:
+            del state.members[table.member]
 
     def _run_eviction(self, table: GpuTable, name: str, n: int, threads: int = 1) -> None:
         self._launch(name, n, threads)

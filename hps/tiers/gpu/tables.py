@@ -94,7 +94,9 @@ class GpuTables:
         if shared is not None:
             self._common_rows = common_rows
             self._tables[table] = shared
-            versions = [common_rows(each, _NO_KEYS)[1] for each in held.state.members.values()]
+            versions = [
+                common_rows(each, _NO_KEYS)[1] for each in list(held.state.members.values())
+            ]
             if held.state.common_version is not None:
                 versions.append(held.state.common_version)
             held.state.common_version = min(versions)
@@ -125,7 +127,7 @@ class GpuTables:
         keys, versions = _on_host(arrays["keys"]), np.array(_on_host(arrays["versions"]))
         own = np.flatnonzero(self._common_rows(held.table, keys)[0])
         bits = np.zeros(len(keys), np.uint8)
-        for number, table in held.state.members.items():
+        for number, table in list(held.state.members.items()):
             if table is not held.table:
                 also = self._common_rows(table, keys[own])[0]
                 bits[own[also]] |= np.uint8(1 << number)

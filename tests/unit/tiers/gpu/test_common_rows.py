@@ -24,7 +24,9 @@ def tables():
 
 
 def held(table, common_version):
-    return SimpleNamespace(table=table, state=TableState({0: ONE, 1: TWO}, common_version))
+    return SimpleNamespace(
+        table=table, state=TableState({0: ONE, 1: TWO}, common_version=common_version)
+    )
 
 
 def written(keys, version):
