@@ -247,7 +247,7 @@ def _recorded(options: PlanOptions) -> tuple[PlannedModel, Trace]:
 
 
 def _evictions(options: PlanOptions, model: PlannedModel, trace: Trace) -> Mapping[str, Eviction]:
-    from hps.node.caches import eviction_of
+    from hps.node.cpu_cache_plan import eviction_of
 
     default = model.settings.tiers.cpu_cache.eviction
     if options.eviction is not None:
@@ -276,7 +276,7 @@ def _calibration(options: PlanOptions, model: PlannedModel, trace: Trace) -> Cal
 
 def _current(model: PlannedModel) -> dict[str, int]:
     """The CPU cache of the configuration, in rows by table."""
-    from hps.node.caches import plan_rows
+    from hps.node.cpu_cache_plan import plan_rows
 
     if not model.settings.tiers.cpu_cache.enabled:
         return {}

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hps.models.remote import CancelOn
 from hps.node.caches import NodeCaches
 from hps.node.dense_skew import publish_dense_skew
 from hps.node.gpu_caches import NodeGpus
+from hps.node.gpu_sharing import common_rows
 from hps.node.model_control import ModelControl
 from hps.node.model_opening import OpenedModel, open_model, tables_of, watermarks_of
 from hps.node.node import Node
@@ -107,7 +109,7 @@ class _NodeBuilder:
         self._resources = resources
         self._metrics = Metrics()
         self._stores = NodeStores(settings, opened, self._metrics, resources)
-        common = self._stores.common_rows
+        common = partial(common_rows, self._stores)
         self._devices = NodeGpus(settings, opened, self._metrics, resources, common)
         self._tables = tables_of(opened)
         parts = self._stores, self._devices, self._metrics, resources

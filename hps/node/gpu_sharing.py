@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hps.config.schema import Settings
 from hps.cuda.layout import MOST_MEMBERS
 from hps.models.mapped_file import MAPPED_FILE
 from hps.models.tables import TableFiles
+from hps.node.stores import NodeStores
 from hps.tiers.gpu.plan import Plan
-from hps.types import EmbeddingTable
+from hps.types import EmbeddingTable, KeyArray
 
 Joins = dict[EmbeddingTable, EmbeddingTable]
 """By table: the one whose arrays it uses."""
@@ -20,6 +24,19 @@ def may_share(settings: Settings) -> bool:
     """Whether the stores know which rows are those of a base file: no other process writes them."""
     tiers = settings.tiers
     return tiers.redis is None and tiers.mapped.enabled and tiers.rocksdb.access != "secondary"
+
+
+def common_rows(
+    stores: NodeStores, table: EmbeddingTable, keys: KeyArray
+) -> tuple[NDArray[np.bool_], int]:
+    """Return of which ``keys (n,)`` the row is that of the table's base file (n,), and its version.
+
+    Every table with the same base has such a row, unless a delta or overlay has another. Of no key for a
+    table without a `NodeStores.direct_file`."""
+    mapped = stores.direct_file(table)
+    if mapped is None:
+        return np.zeros(len(keys), bool), 0
+    return mapped.answers_directly(keys), mapped.version
 
 
 def find_joins(files: Mapping[EmbeddingTable, TableFiles], held: Plan) -> Joins:

@@ -12,9 +12,6 @@ from dataclasses import asdict
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hps.config.schema import Settings
 from hps.config.store_settings import GuardSettings, RocksDbSettings
 from hps.errors import TierError, Unavailable
@@ -265,16 +262,6 @@ class NodeStores:
             return None
         mapped = store.mapped(table)
         return mapped if mapped is not None and not mapped.asks_first else None
-
-    def common_rows(self, table: EmbeddingTable, keys: KeyArray) -> tuple[NDArray[np.bool_], int]:
-        """Return of which ``keys (n,)`` the row is that of the table's base file (n,), and its version.
-
-        Every table with the same base has such a row, unless a delta or overlay has another. Of no key for a
-        table without a `direct_file`."""
-        mapped = self.direct_file(table)
-        if mapped is None:
-            return np.zeros(len(keys), bool), 0
-        return mapped.answers_directly(keys), mapped.version
 
     def populate(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Read a mapped table's rows of ``keys (n,)`` into memory."""

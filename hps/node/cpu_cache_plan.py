@@ -1,0 +1,72 @@
+"""Plan of the CPU cache from a node's settings: memory, and capacity and eviction policy per table."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from hps.config import Settings
+from hps.config.cache_settings import CpuCacheSettings, Eviction
+from hps.config.schema import ModelOverride, TableOverride
+from hps.tiers.capacity import TABLE_BYTES, Rows, plan_capacity, slot_bytes
+from hps.tiers.cpu.cache_memory import CacheMemory
+from hps.tiers.cpu.segments import Segments
+from hps.types import EmbeddingTable
+
+
+def cache_memory(chosen: CpuCacheSettings) -> CacheMemory:
+    """Memory of the CPU cache."""
+    segments, shared = None, chosen.shared
+    if shared.name is not None:
+        segments = Segments(shared.name, shared.folder, take_over=shared.take_over)
+    return CacheMemory(segments, chosen.huge_pages, chosen.numa_node)
+
+
+def plan_rows(settings: Settings, table_rows: Mapping[EmbeddingTable, int]) -> Rows:
+    """Share the cache's memory out over tables of ``table_rows`` rows; overrides come first."""
+    chosen = settings.tiers.cpu_cache
+    overrides = {table: _override(settings, table) for table in table_rows}
+    return plan_capacity(
+        table_rows,
+        capacity_bytes=chosen.capacity_bytes,
+        share=chosen.share,
+        rows={t: o.cache_rows for t, o in overrides.items() if o.cache_rows is not None},
+        shares={t: o.cache_share for t, o in overrides.items() if o.cache_share is not None},
+    )
+
+
+def plan_rows_for_new_model(
+    settings: Settings,
+    table_rows: Mapping[EmbeddingTable, int],
+    new: Collection[EmbeddingTable],
+    held: Mapping[EmbeddingTable, int],
+) -> tuple[Rows, str]:
+    """Plan rows for the ``new`` tables, next to others with a capacity of ``held`` rows; see `plan_rows`.
+
+    The new tables get at most the memory that the others leave. Also returns a warning if that is less
+    than a start would give, else "". A configured share of a table's rows is granted whatever it costs."""
+    whole = plan_rows(settings, table_rows)
+    plan = {table: whole[table] for table in new}
+    chosen = settings.tiers.cpu_cache
+    if chosen.share is not None:
+        return plan, ""
+    taken = sum(slot_bytes(table) * rows + TABLE_BYTES for table, rows in held.items() if rows)
+    left = max(0, chosen.capacity_bytes - taken - TABLE_BYTES * len(plan))
+    wanted = sum(slot_bytes(table) * rows for table, rows in plan.items())
+    if wanted <= left:
+        return plan, ""
+    fraction = left / wanted
+    warning = (
+        f"the CPU cache has capacity for {100 * fraction:.0f} % of the model's rows: other "
+        "models hold the rest of tiers.cpu_cache.capacity_bytes; the next start divides it again"
+    )
+    return {table: int(fraction * rows) for table, rows in plan.items()}, warning
+
+
+def eviction_of(settings: Settings, table: EmbeddingTable) -> Eviction | None:
+    """The eviction policy set for ``table``; None for the default."""
+    return _override(settings, table).cache_eviction
+
+
+def _override(settings: Settings, table: EmbeddingTable) -> TableOverride:
+    override = (settings.models.serve or {}).get(table.model) or ModelOverride()
+    return override.tables.get(table.name) or TableOverride()
