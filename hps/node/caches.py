@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from hps.config import Settings
+from hps.errors import Unavailable
 from hps.lookup.engine import Promote
 from hps.models.tables import TableFiles
 from hps.native import dedup
@@ -40,7 +41,7 @@ from hps.updates.hot_key_snapshot import HotKeySnapshots, hot_keys_at_start
 log = logging.getLogger(__name__)
 # Rows of mapped tables that fill the caches before the node is ready, in a fraction of a second.
 _FIRST_BYTES = 64 << 20
-_BLOCK_ROWS = 1 << 20
+_BLOCK_ROWS = 1 << 16
 """Keys that are read at a time to fill GPU caches."""
 
 
@@ -90,6 +91,7 @@ class NodeCaches:
             self._settings.updates.promote_queue_keys,
             partial(count_promotion, self._metrics, Source.CPU.name.lower()),
             self._stores.promote_missing,
+            lambda table: table in self._stores.tables,
         )
         self._resources.callback(self._writer.close)
         if self._cpu_cache is not None:
@@ -153,6 +155,7 @@ class NodeCaches:
         decide how much memory it takes. Files that fit in memory, and hot rows of the others, are read in
         the background."""
         warming = CacheWarmup(self._writer, progress)
+        later_hot: list[FillStep] = []
         later: list[FillStep] = []
         pending: list[Pending] = []
         first = _FIRST_BYTES
@@ -166,13 +169,15 @@ class NodeCaches:
             rows = min(files.rows, max((self._wanted(c, table) for c in self.statuses), default=0))
             first -= rows * table.row_bytes
             if first < 0 and self._stores.is_mapped(table):
-                later += self._fill_later(table, files, rows)
+                hot, others = self._fill_later(table, files, rows)
+                later_hot, later = [*later_hot, *hot], [*later, *others]
                 continue
             self._fill_table(warming, table, files, rows)
         if self._memory is not None:
             self._memory.load_later(pending)
-        if later:
-            self._resources.callback(BackgroundWarmup(self._writer, later).close)
+        if later_hot or later:
+            steps = [*later_hot, *later]
+            self._resources.callback(BackgroundWarmup(self._writer, steps).close)
 
     def _map_or_wait(self, table: EmbeddingTable, is_small: bool) -> list[Pending]:
         """Put a table on the fast path if its file is small or in memory; return what is left to read."""
@@ -187,40 +192,41 @@ class NodeCaches:
 
     def _fill_later(
         self, table: EmbeddingTable, files: TableFiles, rows: int
-    ) -> Iterator[FillStep]:
-        """Yield the steps that fill a mapped table with its hot rows, which are read from the disk first.
+    ) -> tuple[list[FillStep], list[FillStep]]:
+        """Return the steps that fill a mapped table with its hot rows, which are read from the disk first,
+        and those that fill GPU caches with the other rows, if they have room for all.
 
-        GPU caches get other rows, too, if they have room. Rows come from the stores, which streams may change
-        meanwhile."""
-        hot = self._hot.get(table.id, (np.empty(0, np.int64),))[0]
+        Rows come from the stores, which streams may change meanwhile."""
+        hot = table.narrow(self._hot.get(table.id, (np.empty(0, np.int64),))[0])
+        first: list[FillStep] = []
         if len(hot):
-            yield lambda _warming: self._stores.populate(table, hot)
+            first.append(lambda _warming: self._stores.populate(table, hot))
             if rows:
-                yield lambda warming: self._fill_hottest(warming, table, hot[:rows])
+                first.append(lambda warming: self._fill_hottest(warming, table, hot[:rows]))
         replicas = self._devices.replicas
         on_gpu = sum(self._wanted(c, table) for c in self.statuses if c.tier is replicas)
-        if on_gpu > len(hot):
-            yield lambda warming: self._fill_gpus(warming, table, files, (hot, on_gpu))
+        # Otherwise these rows would replace hot ones, which are there earlier.
+        if on_gpu >= files.rows or (on_gpu and not len(hot)):
+            return first, [lambda warming: self._fill_gpus(warming, table, files, hot, on_gpu)]
+        return first, []
 
     def _fill_gpus(
         self,
         warming: CacheWarmup,
         table: EmbeddingTable,
         files: TableFiles,
-        wanted: tuple[KeyArray, int],
+        there: KeyArray,
+        rows: int,
     ) -> None:
-        """Put rows from the start of the files into the GPU caches; ``wanted``: the keys that are there, and
-        how many rows are to be there then."""
-        there, rows = wanted
+        """Put rows from the start of the files into the GPU caches, to ``rows`` with the keys ``there``."""
         missing = rows - len(there)
         for start in range(0, files.rows, _BLOCK_ROWS):
             keys = table.narrow(files.keys(start, min(files.rows, start + _BLOCK_ROWS)))
-            if len(there):
-                keys = keys[~np.isin(keys, there)]
-            keys, missing = keys[:missing], missing - len(keys[:missing])
+            keys = keys[~np.isin(keys, there)][:missing]
+            missing -= len(keys)
             self._stores.populate(table, keys)
             warming.promote_into(table, keys, self._devices.replicas)
-            if not missing:
+            if not missing or table not in self._stores.tables:
                 return
 
     def _fill_table(
@@ -235,12 +241,13 @@ class NodeCaches:
 
     def _fill_hottest(self, warming: CacheWarmup, table: EmbeddingTable, keys: KeyArray) -> None:
         replicas, mapped = self._devices.replicas, self._stores.is_mapped(table)
-        if mapped and replicas is not None and len(keys) <= replicas.capacity(table):
-            on_gpu_alone = not any(
-                self._wanted(c, table) for c in self.statuses if c.tier is not replicas
-            )
-            cache = replicas if on_gpu_alone else None
-            warming.promote_into(table, dedup(table.narrow(keys))[0], cache, limited=True)
+        others = (self._wanted(c, table) for c in self.statuses if c.tier is not replicas)
+        if mapped and replicas is not None and not any(others):
+            keys = dedup(table.narrow(keys))[0]
+            warming.promote_into(table, keys, replicas, limited=True)
+            # The keys inserted first now have the lowest scores: the hottest half again, the hottest last.
+            if replicas.capacity(table) < self._stores.rows(table):
+                warming.promote_into(table, keys[: len(keys) // 2][::-1], replicas, limited=True)
             return
         warming.hottest(table, keys, self.statuses[0].tier, mapped=mapped)
         self._promote_hottest(table, keys)
@@ -292,7 +299,7 @@ class NodeCaches:
         of mapped tables, as at a start. Tables that it shares with another version are there already. Returns
         a warning or ""."""
         others = tables_of(kept)
-        warnings = [self._add_to_cpu_cache(model, others), self._devices.add(model, kept)]
+        warnings = [self._add_to_cpu_cache(model, others), self._add_to_gpus(model, kept)]
         warming = CacheWarmup(self._writer, progress)
         new = self._stores.unshared_tables(model)
         mapped_bytes = sum(
@@ -306,6 +313,13 @@ class NodeCaches:
                 most = int(files.rows * min(1.0, _FIRST_BYTES / max(1, mapped_bytes)))
             self._warm_added(warming, table, files, before, most)
         return "; ".join(filter(None, warnings))
+
+    def _add_to_gpus(self, model: OpenedModel, kept: Sequence[OpenedModel]) -> str:
+        """On the writer's thread: others write and drop the tables whose memory the new ones share."""
+        try:
+            return self._writer.run(partial(self._devices.add, model, kept)).result()
+        except CancelledError:
+            raise Unavailable("the node is being closed; ask another replica") from None
 
     def _add_to_cpu_cache(self, model: OpenedModel, other_tables: Sequence[EmbeddingTable]) -> str:
         cache = self._cpu_cache

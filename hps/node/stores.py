@@ -264,8 +264,8 @@ class NodeStores:
         return mapped if mapped is not None and not mapped.asks_first else None
 
     def populate(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Read a mapped table's rows of ``keys (n,)`` into memory."""
-        store = self._rocksdb or self._mapped
+        """Read a mapped table's rows of ``keys (n,)`` into memory, unless the table was removed."""
+        store = (self._rocksdb or self._mapped) if table in self._files else None
         if store is not None and (mapped := store.mapped(table)) is not None:
             mapped.populate(table.narrow(keys))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,15 +36,15 @@ class BackgroundWarmup:
         self._thread.join()
 
     def _run(self) -> None:
-        warming = CacheWarmup(self._writer, self)
-        try:
-            for step in self._steps:
+        warming = CacheWarmup(self._writer, self, limit_s=math.inf)
+        for step in self._steps:
+            try:
                 self._check(0)
                 step(warming)
-        except _Closed:
-            return
-        except HpsError as error:
-            log.warning("warm-up in the background ended: %s", error)
+            except _Closed:
+                return
+            except HpsError as error:
+                log.warning("a step of the warm-up in the background failed: %s", error)
 
     @contextmanager
     def task(self, title: str, total: int, unit: str = "rows") -> Iterator[Callable[[int], None]]:

@@ -39,12 +39,14 @@ class FileRows:
 
 
 class CacheWarmup:
-    """Fills the caches of ``writer`` table by table and reports ``progress``."""
+    """Fills the caches of ``writer`` table by table, for ``limit_s`` where limited; reports ``progress``."""
 
-    def __init__(self, writer: CacheWriter, progress: Progress) -> None:
+    def __init__(
+        self, writer: CacheWriter, progress: Progress, *, limit_s: float = WARM_SECONDS
+    ) -> None:
         self._writer = writer
         self._progress = progress
-        self._until = time.monotonic() + WARM_SECONDS
+        self._until = time.monotonic() + limit_s
 
     def fill(
         self, table: EmbeddingTable, keys: KeyArray, vectors: ReadVectors, version: int | None
@@ -90,7 +92,7 @@ class CacheWarmup:
     ) -> None:
         """Put the stores' rows of ``keys (n,)``, each key once, into ``cache``, or without it into all.
 
-        ``limited``: at most until `WARM_SECONDS` after the warm-up began."""
+        ``limited``: at most until ``limit_s`` after the warm-up began."""
         with self._progress.task(f"filling {table.name}", len(keys)) as step:
             for start in range(0, len(keys), _CHUNK_ROWS):
                 if limited and _is_late(self._until, table, start, len(keys)):

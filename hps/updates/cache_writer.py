@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from hps.tiers.base import FetchContext, Part, Tier
 from hps.types import EmbeddingTable, IndexArray, KeyArray, VectorArray, VersionArray
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Keys read and inserted at a time: a store's list interface holds the interpreter lock, and request threads
 # must get their turn.
@@ -55,8 +57,8 @@ class _Promotion:
 class _CacheChange:
     """A queued change, with the future that its caller may wait for."""
 
-    work: Callable[[], None]
-    done: Future[None]
+    work: Callable[[], Any]
+    done: Future[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ class CacheWriter:
     """Writes ``caches``; promotes rows from ``sources``, the single stores below.
 
     At most ``queue_keys`` keys are queued for promotion; more are dropped and counted.
-    ``on_missing_above`` must not block.
+    ``on_missing_above`` must not block. Tables for which ``is_served`` is false are not promoted: the stores
+    do not have them any more.
 
     Keys of tables with 32-bit keys are narrowed here. Any thread may call any method."""
 
@@ -86,8 +89,10 @@ class CacheWriter:
         queue_keys: int,
         count: Count = lambda _result, _keys: None,
         on_missing_above: MissingAbove = lambda _table, _keys: None,
+        is_served: Callable[[EmbeddingTable], bool] = lambda _table: True,
     ) -> None:
         self._caches = caches
+        self._is_served = is_served
         self._sources = sources
         self.queue_keys = queue_keys
         self._count = count
@@ -153,7 +158,7 @@ class CacheWriter:
         work = partial(self._caches.delete, table, table.narrow(keys), versions)
         return self._queue(self._changes, work)
 
-    def run(self, work: Callable[[], None]) -> Future[None]:
+    def run(self, work: Callable[[], T]) -> Future[T]:
         """Queue ``work`` for the writer's thread, in order with the other changes."""
         return self._queue(self._changes, work)
 
@@ -189,8 +194,8 @@ class CacheWriter:
     def _queue(
         self,
         queue: deque[_CacheChange] | deque[_Promotion | _CacheChange],
-        work: Callable[[], None],
-    ) -> Future[None]:
+        work: Callable[[], T],
+    ) -> Future[T]:
         change = _CacheChange(work, Future())
         with self._wake:
             # A forked process has no such thread: the change would never finish.
@@ -265,6 +270,8 @@ class CacheWriter:
 
         They would reject more, each after a delay.
         """
+        if not self._is_served(table):
+            return True
         try:
             rows, skipped = self._newest(table, keys)
         except Exception:
