@@ -56,9 +56,9 @@ class TableState:
     """What the ``members`` of a table, by their numbers, have in common besides arrays and clock.
 
     Members are added under ``lock``, by any thread, and removed by the writer's. ``common_version``: that of
-    their common rows; None: there was no second member yet. ``filled``: rows that slots of a roomy table own;
-    the spare list begins after so many. ``sealed``: filled and static. ``evicted``, ``dropped``: rows so
-    far."""
+    their common rows; None: none were written for two members yet. ``filled``: rows that slots of a roomy
+    table own; the spare list begins after so many. ``sealed``: filled and static. ``evicted``, ``dropped``:
+    rows so far."""
 
     members: dict[int, EmbeddingTable]
     lock: Lock = field(default_factory=Lock)
@@ -153,7 +153,7 @@ class GpuTable:
 
         None if they can have no further member, or ``table`` has other rows. It has the same clock."""
         own = self.table
-        alike = (table.dim, table.dtype) == (own.dim, own.dtype)
+        alike = (table.dim, table.dtype, table.key_bits) == (own.dim, own.dtype, own.key_bits)
         if self.static or not self.shape.has_members or not alike:
             return None
         with self.state.lock:

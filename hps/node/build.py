@@ -119,9 +119,9 @@ class _NodeBuilder:
         # Closes the networks of versions loaded later, after all threads of the node.
         later = self._resources.enter_context(ExitStack())
         stores, caches = self._stores, self._caches
-        on_gpu = self._devices.open()  # cheap to check, so before rows are loaded
+        self._devices.check()  # cheap, so before rows are loaded
         stores.open(self._progress)
-        writer = caches.open(on_gpu)
+        writer = caches.open(self._devices.open())
         caches.fill(self._progress)
         serving = self._serving_context()
         served = [self._serve(serving, model) for model in self._opened]

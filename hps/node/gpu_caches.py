@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
+
 from hps.cgroups import available_cores
 from hps.config.cache_settings import GpuCacheSettings
 from hps.config.schema import Settings
@@ -20,7 +22,15 @@ from hps.native import WorkerPool
 from hps.node.gpu_models import GpuModels
 from hps.node.gpu_plan import check_memory, plan_added_tables, plan_of_settings
 from hps.node.gpu_scheduler import NodeScheduler
-from hps.node.gpu_sharing import Joins, can_join, find_joins, may_share, with_joins, without
+from hps.node.gpu_sharing import (
+    Joins,
+    can_join,
+    find_joins,
+    may_share,
+    rows_of_own,
+    with_joins,
+    without,
+)
 from hps.node.model_opening import OpenedModel
 from hps.node.tier_status import TierStatus
 from hps.observability.metrics import Metrics
@@ -131,22 +141,27 @@ class NodeGpus:
     def add(self, model: OpenedModel, others: Sequence[OpenedModel]) -> str:
         """Add a version's tables, empty, to the caches; returns a warning or "".
 
-        ``others``: the versions that stay. Raises GpuUnavailable if `use` is required and too little memory
-        is left; else the version is served from the CPU cache, with a warning."""
+        For the thread that writes the caches. ``others``: the versions that stay. Raises GpuUnavailable if
+        `use` is required and too little memory is left; else the version is served from the CPU cache, with
+        a warning."""
         if self.replicas is None:
             return ""
         held = self._held
-        kept = {
-            t: n for t, n in table_rows(others).items() if t in held and not held[t].shared_with
-        }
+        rows = table_rows(others)
+        stay = without(held, [table for table in held if table not in rows])
+        kept = {t: rows[t] for t, planned in stay.items() if not planned.shared_with}
         files = files_of([*self._opened, model])
         files = {t: f for t, f in files.items() if t in held or t in model.tables.values()}
-        joins = {t: o for t, o in self._find_joins(files).items() if can_join(held, o)}
+        joins = {
+            t: owner
+            for t, owner in self._find_joins(files).items()
+            if can_join(held, owner) and self._is_mapped(t) and self._is_mapped(owner)
+        }
         try:
             free = {device: free_bytes_on(device) for device in self._chosen.devices}
             new = {t: n for t, n in table_rows([model]).items() if t not in held and t not in joins}
-            rows = new, kept
-            plan, warning = plan_added_tables(self._settings, rows, held, min(free.values()))
+            least = min(free.values())
+            plan, warning = plan_added_tables(self._settings, (new, kept), (held, stay), least)
             check_memory(plan, free, free_host_bytes())
             plan = with_joins(plan, joins, held)
             self._add_tables(plan)
@@ -191,10 +206,22 @@ class NodeGpus:
         report_unused(chosen, why)
         return False
 
-    def _plan(self) -> Plan:
-        rows = table_rows(self._opened)
+    def check(self) -> None:
+        """Raise ConfigError early, before rows are loaded, if `use` is required and `open` would fail."""
+        if self._chosen.use == "required" and self._is_available():
+            self._plan(loaded=False)
+
+    def _plan(self, *, loaded: bool = True) -> Plan:
+        """Plan all tables; before they are ``loaded``, it is not known which ones are mapped."""
+        files, rows = files_of(self._opened), table_rows(self._opened)
         free = {device: free_bytes_on(device) for device in self._chosen.devices}
-        joins = self._find_joins(files_of(self._opened))
+        joins = {
+            t: owner
+            for t, owner in self._find_joins(files).items()
+            if not loaded or (self._is_mapped(t) and self._is_mapped(owner))
+        }
+        for table, owner in joins.items():
+            rows[owner] += rows_of_own(files[table])
         alone = {t: n for t, n in rows.items() if t not in joins}
         plan = plan_of_settings(self._settings, alone, min(free.values()))
         unable = {t for t, owner in joins.items() if not can_join(plan, owner)}
@@ -203,6 +230,9 @@ class NodeGpus:
             plan = plan_of_settings(self._settings, alone, min(free.values()))
         check_memory(plan, free, free_host_bytes())
         return with_joins(plan, {t: o for t, o in joins.items() if t not in unable}, {})
+
+    def _is_mapped(self, table: EmbeddingTable) -> bool:
+        return self._common_rows(table, np.empty(0, np.int64))[1] != 0
 
     def _find_joins(self, files: Mapping[EmbeddingTable, TableFiles]) -> Joins:
         return find_joins(files, self._held) if may_share(self._settings) else {}

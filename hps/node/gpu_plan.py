@@ -46,13 +46,14 @@ def plan_of_settings(
 
 
 def plan_added_tables(
-    settings: Settings, rows: tuple[TableRows, TableRows], held: Plan, free_bytes: int
+    settings: Settings, rows: tuple[TableRows, TableRows], plans: tuple[Plan, Plan], free_bytes: int
 ) -> tuple[Plan, str]:
-    """Plan tables beside the ``held`` ones; ``rows``: those of the new tables, and of held ones that stay.
+    """Plan tables beside held ones. ``rows``: those of the new tables, and of held ones that stay; ``plans``:
+    of the held ones, and of those that stay.
 
     They get what a start would give them beside those that stay, at most the memory that is left. Also
     returns a warning if that is less, else "". Raises GpuUnavailable if it is less than half."""
-    chosen, (new, kept) = settings.tiers.gpu, rows
+    chosen, (new, kept), (held, stay) = settings.tiers.gpu, rows, plans
     try:
         whole = plan_of_settings(settings, {**kept, **new}, free_bytes)
     except ConfigError as error:
@@ -62,9 +63,7 @@ def plan_added_tables(
     wanted = {table: whole[table] for table in new}
     left, within = int((1 - LEFT_FREE) * free_bytes), -1
     if chosen.share is None:
-        within = max(
-            0, chosen.capacity_bytes - device_bytes({table: held[table] for table in kept})
-        )
+        within = max(0, chosen.capacity_bytes - device_bytes(stay))
         left = min(left, within)
     if device_bytes(wanted) <= left:
         return wanted, ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,9 @@ Joins = dict[EmbeddingTable, EmbeddingTable]
 def may_share(settings: Settings) -> bool:
     """Whether the stores know which rows are those of a base file: no other process writes them."""
     tiers = settings.tiers
-    return tiers.redis is None and tiers.mapped.enabled and tiers.rocksdb.access != "secondary"
+    store = tiers.rocksdb
+    alone = tiers.redis is None and store.access != "secondary"
+    return alone and tiers.mapped.enabled and (store.layout == "native" or not store.enabled)
 
 
 def common_rows(
@@ -44,23 +47,31 @@ def find_joins(files: Mapping[EmbeddingTable, TableFiles], held: Plan) -> Joins:
 
     Only their ``files`` are compared; `can_join` says if a plan permits it."""
     groups: dict[EmbeddingTable, set[EmbeddingTable]] = {}  # by the owner of the arrays
-    owners: dict[tuple[str, ...], list[EmbeddingTable]] = {}
+    for table, planned in held.items():
+        groups.setdefault(planned.shared_with or table, set()).add(table)
+    owners: dict[tuple[Any, ...], list[EmbeddingTable]] = {}
     joins: Joins = {}
     for table in sorted(files, key=lambda t: t not in held):  # those that have arrays first
         base = _base_of(files[table])
         if base is None:
             continue
-        known = owners.setdefault((table.model, table.name, base), [])
+        alike = table.model, table.name, base, table.dim, table.dtype, table.key_bits
+        known = owners.setdefault(alike, [])
         if table in held:
             owner = held[table].shared_with or table
         else:
             owner = next((o for o in known if len(groups[o]) < MOST_MEMBERS), table)
-        if owner is not table and table not in held:
-            joins[table] = owner
-        if owner not in groups:
+            groups.setdefault(owner, set()).add(table)
+            if owner is not table:
+                joins[table] = owner
+        if owner not in known:
             known.append(owner)
-        groups.setdefault(owner, set()).add(table)
     return joins
+
+
+def rows_of_own(files: TableFiles) -> int:
+    """The number of rows that a table has beside those of its base."""
+    return sum(pair.rows for pair in files.pairs[1:])
 
 
 def _base_of(files: TableFiles) -> str | None:

@@ -21,8 +21,7 @@ from hps.types import EmbeddingTable, KeyArray
 
 CommonRows = Callable[[EmbeddingTable, KeyArray], tuple[NDArray[np.bool_], int]]
 """``common_rows(table, keys (n,))``: of which keys the stores have the row that all tables with the same base
-have, unless they have one of their own; and the version of these rows in ``table``."""
-_NO_KEYS = np.empty(0, np.int64)
+have, unless they have one of their own; and the version of these rows in ``table``, 0 if it has none."""
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 
 
@@ -89,23 +88,17 @@ class GpuTables:
         """Add ``table``, empty, to the arrays of ``base``: they share capacity, and rows that are common.
 
         Returns False if it is not possible: see `GpuTable.share`."""
-        held = self.held(base)
-        shared = held.share(table)
+        shared = self.held(base).share(table)
         if shared is not None:
             self._common_rows = common_rows
             self._tables[table] = shared
-            versions = [
-                common_rows(each, _NO_KEYS)[1] for each in list(held.state.members.values())
-            ]
-            if held.state.common_version is not None:
-                versions.append(held.state.common_version)
-            held.state.common_version = min(versions)
         return shared is not None
 
     def _without_common(self, held: GpuTable, arrays: dict[str, Any]) -> dict[str, Any]:
         """Leave out changes of common rows: those that the stores, which are written first, rejected as older
         than the table's files. A common row may have an older version than these, that of another table."""
-        if held.state.common_version is None or self._common_rows is None:
+        state = held.state
+        if self._common_rows is None or (state.common_version is None and len(state.members) < 2):
             return arrays
         common = self._common_rows(held.table, _on_host(arrays["keys"]))[0]
         if not common.any():
@@ -120,18 +113,26 @@ class GpuTables:
     def _with_members(self, held: GpuTable, arrays: dict[str, Any]) -> dict[str, Any]:
         """Add ``members (n,) uint8``: the members that have the same row, a bit each.
 
-        Common rows get the lowest version that they had in any member: so every change of one is newer."""
-        lowest = held.state.common_version
-        if lowest is None or self._common_rows is None:
+        Common rows get the lowest version that they had in any member: so every change of one is newer. For
+        the writer's thread, like `share_table` and `drop_table` once there is one."""
+        state, members = held.state, list(held.state.members.items())
+        if self._common_rows is None or (state.common_version is None and len(members) < 2):
             return arrays
         keys, versions = _on_host(arrays["keys"]), np.array(_on_host(arrays["versions"]))
-        own = np.flatnonzero(self._common_rows(held.table, keys)[0])
+        common, version = self._common_rows(held.table, keys)
+        own, known = np.flatnonzero(common), [version, state.common_version or 0]
         bits = np.zeros(len(keys), np.uint8)
-        for number, table in list(held.state.members.items()):
+        for number, table in members:
             if table is not held.table:
-                also = self._common_rows(table, keys[own])[0]
+                also, version = self._common_rows(table, keys[own])
                 bits[own[also]] |= np.uint8(1 << number)
-        versions[own] = lowest
+                known.append(version)
+        lowest = min(
+            (each for each in known if each), default=0
+        )  # 0: of a table without a mapped file
+        if lowest:
+            state.common_version = lowest
+            versions[own] = lowest
         return {**arrays, "versions": versions, "members": bits}
 
     def seal(self, table: EmbeddingTable) -> int:

@@ -1,5 +1,7 @@
 """Versions of a table that share the arrays of a GPU cache: on a twin of it and on a real GPU."""
 
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,9 +10,12 @@ import pytest
 import hps
 from hps.config.schema import Settings
 from hps.cuda.layout import EMPTY, MEMBER, MOST_MEMBERS, SLOT, EvictionPolicy
+from hps.errors import GpuUnavailable
 from hps.models.mapped_file import MAPPED_FILE
 from hps.models.version_writer import write_version
+from hps.node.gpu_caches import NodeGpus
 from hps.node.gpu_sharing import can_join, find_joins, may_share, with_joins, without
+from hps.node.stores import NodeStores
 from hps.tiers.gpu.plan import GpuTablePlan, device_bytes
 from hps.types import EmbeddingTable, Source
 from tests.support import twin_device
@@ -68,6 +73,19 @@ def test_new_tables_use_the_arrays_of_held_ones(files):
     assert find_joins(found, held) == {four: one}
 
 
+def test_retired_tables_count_as_members(files):
+    """They are held until their last request has ended, though their model is not open any more."""
+    tables = [table(n) for n in range(MOST_MEMBERS + 1)]
+    held = {tables[0]: planned()} | dict.fromkeys(tables[1:-1], planned(shared_with=tables[0]))
+    assert find_joins(dict.fromkeys((tables[0], tables[-1]), files("a")), held) == {}
+
+
+@pytest.mark.parametrize("other", [{"dtype": np.float16}, {"key_bits": 32}])
+def test_tables_with_other_rows_or_keys_are_not_joined(files, other):
+    second = EmbeddingTable.make("t", 4, model="m", version=2, **other)
+    assert find_joins(dict.fromkeys((table(1), second), files("a")), {}) == {}
+
+
 def test_arrays_stay_with_a_table_that_uses_them():
     one, two, three = (table(n) for n in range(1, 4))
     plan = with_joins({one: planned()}, {two: one, three: one}, {})
@@ -92,6 +110,7 @@ def test_static_and_very_large_tables_are_not_joined():
         ({"rocksdb": {"path": "db"}}, True),
         ({"rocksdb": {"path": "db", "access": "secondary"}}, False),
         ({"rocksdb": {"path": "db"}, "mapped": {"enabled": False}}, False),
+        ({"rocksdb": {"path": "db", "layout": "hps"}}, False),
         ({"rocksdb": {"path": "db"}, "redis": {"addresses": ["127.0.0.1:1"]}}, False),
     ],
 )
@@ -107,6 +126,7 @@ def repository(tmp_path_factory):
     root = tmp_path_factory.mktemp("gpu-delta") / "models"
     for version in (1, 2):
         write_version(root, SPEC, version, {"t": (KEYS, rows_of(version))}, mapped=True)
+    write_version(root, SPEC, 3, {"t": (KEYS, 2 * rows_of(1))}, mapped=True, base="none")
     return root
 
 
@@ -232,6 +252,59 @@ def test_versions_that_stay_keep_their_rows(config):
         check(node, 1, rows_of(1), on_gpu=0.97)
         check(node, 2, rows_of(2), on_gpu=0.97)
         assert rows_used(node) <= 1.02 * ROWS
+
+
+def test_versions_that_the_database_holds_whole_have_their_own_arrays(config):
+    """They have no common rows to share."""
+    config["tiers"]["mapped"] = {"enabled": False}
+    with serving(config, 1, 2) as node:
+        apart = bytes_on_gpu(node)
+    del config["tiers"]["mapped"]
+    with serving(config, 1, 2) as node:
+        assert bytes_on_gpu(node) == apart
+        check(node, 2, rows_of(2))
+
+
+def test_shared_memory_counts_when_the_version_that_came_first_has_left(config):
+    with serving(config, 1) as node:
+        limit = int(1.2 * bytes_on_gpu(node))
+    config["tiers"]["gpu"]["capacity_bytes"] = limit
+    with serving(config, 1) as node:
+        node.load("m", 2)
+        with pytest.raises(GpuUnavailable, match="other versions hold"):
+            node.load("m", 3, switch=False)
+        assert bytes_on_gpu(node) <= limit
+
+
+def test_tables_are_added_by_the_thread_that_writes_the_caches(config, monkeypatch):
+    names, real = [], NodeGpus._add_tables
+    monkeypatch.setattr(
+        NodeGpus,
+        "_add_tables",
+        lambda *args: (names.append(threading.current_thread().name), real(*args)),
+    )
+    with serving(config, 1) as node:
+        node.load("m", 2)
+    assert names == ["hps-cache-writer"]
+
+
+def test_fill_ends_with_the_table(config, monkeypatch):
+    monkeypatch.setattr("hps.node.caches._FIRST_BYTES", 0)
+    monkeypatch.setattr("hps.node.caches._BLOCK_ROWS", 100)
+    reads, real = [], NodeStores.populate
+    monkeypatch.setattr(
+        NodeStores,
+        "populate",
+        lambda self, table, keys: (time.sleep(0.02), reads.append(table), real(self, table, keys)),
+    )
+    config["models"]["rollback_s"] = 0
+    with serving(config, 1) as node:
+        until(lambda: reads)
+        node.load("m", 3)
+        until(lambda: list(tables_of(node)) == [3])
+        until(lambda: not any(t.name == "hps-warmup" for t in threading.enumerate()))
+        assert len(reads) < ROWS / 100 / 2
+        check(node, None, 2 * rows_of(1))
 
 
 @pytest.mark.parametrize("hot", [0, 3000])

@@ -23,10 +23,9 @@ def tables():
     return made
 
 
-def held(table, common_version):
-    return SimpleNamespace(
-        table=table, state=TableState({0: ONE, 1: TWO}, common_version=common_version)
-    )
+def held(table, common_version, alone=False):
+    members = {0: ONE} if alone else {0: ONE, 1: TWO}
+    return SimpleNamespace(table=table, state=TableState(members, common_version=common_version))
 
 
 def written(keys, version):
@@ -56,5 +55,22 @@ def test_changes_that_the_stores_have_rejected_are_left_out():
 
 def test_a_table_that_never_shared_its_arrays_is_written_as_given():
     given = written([0, 1], 100)
-    assert tables()._with_members(held(ONE, None), given) is given
-    assert tables()._without_common(held(ONE, None), given) is given
+    assert tables()._with_members(held(ONE, None, alone=True), given) is given
+    assert tables()._without_common(held(ONE, None, alone=True), given) is given
+
+
+def test_version_of_common_rows_stays_when_the_table_with_older_files_leaves():
+    both = held(TWO, None)
+    assert tables()._with_members(both, written([0], 200))["versions"].tolist() == [100]
+    assert both.state.common_version == 100
+    del both.state.members[0]
+    found = tables()._with_members(both, written([0, 3], 200))
+    assert (found["versions"].tolist(), found["members"].tolist()) == ([100, 200], [0, 0])
+
+
+def test_rows_of_tables_without_mapped_files_are_never_common():
+    made, both = tables(), held(TWO, None)
+    made._common_rows = lambda _table, keys: (np.zeros(len(keys), bool), 0)
+    found = made._with_members(both, written([0], 200))
+    assert (found["versions"].tolist(), found["members"].tolist()) == ([200], [0])
+    assert both.state.common_version is None
