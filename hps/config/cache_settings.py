@@ -92,7 +92,8 @@ class GpuCacheSettings(StrictModel):
     """Keep whole tables, read-only: faster, but updates of such a table are rejected."""
     fill: float = Field(1.0, ge=0, le=1)
     """Share of the capacity to fill before the node is ready; more if the CPU cache, which is filled with
-    the same rows, takes more. Without effect if `cpu_cache.warm` is off."""
+    the same rows, takes more. Beyond 64 MB of mapped tables, those that fit whole are filled after it is
+    ready. Without effect if `cpu_cache.warm` is off."""
     workspaces: int = Field(4, ge=1, le=64)
     """Concurrent lookups per GPU; further ones wait."""
     miss_threads: int | None = Field(None, ge=1, le=256)
