@@ -135,7 +135,7 @@ class CacheWriter:
         request threads might wait for the interpreter lock."""
 
         def work() -> None:
-            self._promote_slice(table, keys, cache or self._caches)
+            self._promote_slice(table, keys, self._caches if cache is None else cache)
 
         return self._queue(self._changes, work)
 
@@ -327,7 +327,8 @@ class CacheWriter:
             known |= answered
         if len(self._sources.stores) > 1 and not skipped and len(missing_above):
             self._on_missing_above(table, missing_above)
-        newest = newest or Part.make(table, keys)
+        if newest is None:
+            newest = Part.make(table, keys)
         newest.source[unsure] = 0
         return newest, skipped
 
