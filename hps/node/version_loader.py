@@ -25,6 +25,7 @@ from hps.node.caches import NodeCaches
 from hps.node.gpu_caches import NodeGpus
 from hps.node.model_opening import OpenedModel, open_model, tables_of, watermarks_of
 from hps.node.node import Node
+from hps.node.phase_times import PhaseTimes
 from hps.node.served_versions import ServedModel
 from hps.node.serving_context import ServingContext, freshness_of
 from hps.node.stores import NodeStores
@@ -77,6 +78,7 @@ class VersionLoader:
         current: OpenedModel | None,
         kept: Sequence[OpenedModel],
         undo: ExitStack,
+        times: PhaseTimes,
         progress: Progress | None = None,
     ) -> LoadedModel:
         """Make ``found`` ready; ``undo`` removes it again.
@@ -85,14 +87,18 @@ class VersionLoader:
         parts, progress, node = self._parts, progress or NoProgress(), self._node
         own = undo.enter_context(ExitStack())
         model = open_model(found, self._settings, own, reuse=tables_of(parts.opened))
+        times.end("files and network")
         undo.callback(parts.stores.remove, model)
         parts.stores.add(model, progress)
+        times.end("stores")
         self.require_open()
         undo.callback(parts.caches.drop, model)
         warning = parts.caches.add(model, current, kept, progress)
+        times.end("caches")
         freshness = freshness_of(self._settings, found.name, node.metrics)
         served = parts.serving.serve(model, node.metrics, parts.devices.models, freshness)
         undo.callback(self._release_metrics, model)
+        times.end("requests")
         return LoadedModel(model, served, own, warning)
 
     def free(self, model: OpenedModel) -> None:

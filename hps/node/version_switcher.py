@@ -16,6 +16,7 @@ from functools import partial
 from hps.models.repository import ModelVersion
 from hps.node.model_opening import OpenedModel, tables_of
 from hps.node.node import Node
+from hps.node.phase_times import PhaseTimes
 from hps.node.served_versions import ServedModel, ServedModels
 from hps.node.version_choice import ChoiceFile, VersionChoice
 from hps.node.version_loader import LoadedModel, NodeParts, VersionLoader
@@ -117,20 +118,22 @@ class VersionSwitcher:
             found = None
         if found is None and choice == former:
             return
-        started = time.monotonic()
+        times = PhaseTimes()
         if found is not None:
             self.loading = {**self.loading, name: found.version}
             sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         try:
             with ExitStack() as undo:
-                loaded = self._load(found, choice, undo, progress)
+                loaded = self._load(found, choice, undo, times, progress)
                 if choice is not None and switches:
                     self._warm_up(name, choice.current, reason, loaded)
+                    times.end("warm-up")
                 self._commit(name, choice, loaded, undo)
+                times.end("switch")
                 undo.pop_all()
         finally:
             self.loading = {n: v for n, v in self.loading.items() if n != name}
-        self._report(name, choice, loaded, reason if switches else "", time.monotonic() - started)
+        self._report(name, choice, loaded, reason if switches else "", times)
         self._attached.settle(self.loader.require_open)
         for changed in self.on_change:
             changed()
@@ -147,6 +150,7 @@ class VersionSwitcher:
         found: ModelVersion | None,
         choice: VersionChoice | None,
         undo: ExitStack,
+        times: PhaseTimes,
         progress: Progress | None,
     ) -> LoadedModel | None:
         if found is None or choice is None:
@@ -158,7 +162,7 @@ class VersionSwitcher:
             if each.version.name != found.name or each.version.version in choice.versions
         ]
         old = None if current is None else self.opened_model(current)
-        return self.loader.load(found, old, kept, undo, progress)
+        return self.loader.load(found, old, kept, undo, times, progress)
 
     def _commit(
         self, name: str, choice: VersionChoice | None, loaded: LoadedModel | None, undo: ExitStack
@@ -295,7 +299,7 @@ class VersionSwitcher:
         choice: VersionChoice | None,
         loaded: LoadedModel | None,
         reason: str,
-        seconds: float,
+        times: PhaseTimes,
     ) -> None:
         """Log and count a change; ``reason`` is empty if the current version is as before."""
         if choice is None:
@@ -307,10 +311,10 @@ class VersionSwitcher:
             self._node.metrics.counter(m.MODEL_LOADS, name, "served").add()
             self._create_counters(name)
             log.info(
-                "model %s: version %d is served after %.1f s",
+                "model %s: version %d is served after %s",
                 name,
                 loaded.served.version,
-                seconds,
+                times,
             )
         if reason:
             self._node.metrics.counter(m.MODEL_SWITCHES, name, reason).add()

@@ -24,6 +24,8 @@ ReadVectors = Callable[[int, int], VectorArray]
 _CHUNK_ROWS = 16_384
 _LARGE_CHUNK_BYTES = 1 << 25
 """Bytes of rows per insert into a GPU cache: each insert is copied and waited for, which takes a while."""
+_SERVED_CHUNK_BYTES = 1 << 23
+"""The same while requests are served, whose copies to the device wait for those of the rows."""
 # A store reads 50,000 rows/s and more; after this long, lookups warm the rest.
 WARM_SECONDS = 20.0
 
@@ -90,14 +92,17 @@ class CacheWarmup:
         *,
         limited: bool = False,
     ) -> None:
-        """Put the stores' rows of ``keys (n,)``, each key once, into ``cache``, or without it into all.
+        """Put the stores' rows of ``keys (n,)``, each key once, into ``cache``, on GPUs, or into all caches.
 
         ``limited``: at most until ``limit_s`` after the warm-up began."""
         with self._progress.task(f"filling {table.name}", len(keys)) as step:
-            for start in range(0, len(keys), _CHUNK_ROWS):
+            chunk = _CHUNK_ROWS
+            if cache is not None:
+                chunk = max(chunk, _SERVED_CHUNK_BYTES // table.row_bytes)
+            for start in range(0, len(keys), chunk):
                 if limited and _is_late(self._until, table, start, len(keys)):
                     return
-                some = keys[start : start + _CHUNK_ROWS]
+                some = keys[start : start + chunk]
                 self._writer.promote_at_once(table, some, cache).result()
                 step(len(some))
 

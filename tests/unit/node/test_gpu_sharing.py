@@ -12,12 +12,14 @@ from hps.config.schema import Settings
 from hps.cuda.layout import EMPTY, MEMBER, MOST_MEMBERS, SLOT, EvictionPolicy
 from hps.errors import GpuUnavailable
 from hps.models.mapped_file import MAPPED_FILE
+from hps.models.tables import TableFiles
 from hps.models.version_writer import write_version
 from hps.node.gpu_caches import NodeGpus
 from hps.node.gpu_sharing import can_join, find_joins, may_share, with_joins, without
 from hps.node.stores import NodeStores
 from hps.tiers.gpu.plan import GpuTablePlan, device_bytes
 from hps.types import EmbeddingTable, Source
+from hps.updates.cache_writer import CacheWriter
 from tests.support import twin_device
 from tests.support.waiting import PATIENT_GUARD, until
 from tests.unit.node.test_delta_versions import CHANGED, DIM, KEYS, ROWS, SPEC, rows_of
@@ -289,14 +291,17 @@ def test_tables_are_added_by_the_thread_that_writes_the_caches(config, monkeypat
 
 
 def test_fill_ends_with_the_table(config, monkeypatch):
-    monkeypatch.setattr("hps.node.caches._FIRST_BYTES", 0)
-    monkeypatch.setattr("hps.node.caches._BLOCK_ROWS", 100)
+    monkeypatch.setattr("hps.node.cache_fill._FIRST_BYTES", 0)
+    monkeypatch.setattr("hps.node.cache_fill._BLOCK_ROWS", 100)
     reads, real = [], NodeStores.populate
-    monkeypatch.setattr(
-        NodeStores,
-        "populate",
-        lambda self, table, keys: (time.sleep(0.02), reads.append(table), real(self, table, keys)),
-    )
+
+    def populate(self, table, keys):
+        if table.version == 1:
+            time.sleep(0.02)
+            reads.append(table)
+        real(self, table, keys)
+
+    monkeypatch.setattr(NodeStores, "populate", populate)
     config["models"]["rollback_s"] = 0
     with serving(config, 1) as node:
         until(lambda: reads)
@@ -307,13 +312,32 @@ def test_fill_ends_with_the_table(config, monkeypatch):
         check(node, None, 2 * rows_of(1))
 
 
+def test_rows_of_a_loaded_version_are_read_once_from_its_mapped_file(config, monkeypatch):
+    """Not from its portable files, nor again from the CPU cache, whose lookups read the same file."""
+    inserts, real = [], CacheWriter.promote_at_once
+    monkeypatch.setattr(
+        CacheWriter,
+        "promote_at_once",
+        lambda self, table, keys, *cache: (
+            inserts.append(len(keys)),
+            real(self, table, keys, *cache),
+        )[1],
+    )
+    with serving(config, 1) as node:
+        inserts.clear()
+        monkeypatch.setattr(TableFiles, "vectors", None)
+        node.load("m", 3, switch=False)
+        check(node, 3, 2 * rows_of(1), on_gpu=0.99)
+        assert sum(inserts) == ROWS
+
+
 @pytest.mark.parametrize("hot", [0, 3000])
 def test_caches_of_a_large_mapped_table_are_filled_after_the_start(
     config, monkeypatch, tmp_path, hot
 ):
     """With the snapshot's keys first, then with others."""
-    monkeypatch.setattr("hps.node.caches._FIRST_BYTES", 0)
-    monkeypatch.setattr("hps.node.caches._BLOCK_ROWS", 10_000)
+    monkeypatch.setattr("hps.node.cache_fill._FIRST_BYTES", 0)
+    monkeypatch.setattr("hps.node.cache_fill._BLOCK_ROWS", 10_000)
     snapshot = {"path": str(tmp_path / "snapshot"), "keys": hot or 1}
     cpu = {"capacity_bytes": 1 << 20, "snapshot": snapshot if hot else {}}
     config["tiers"] |= {"cpu_cache": cpu, "mapped": {"memory_bytes": 0}}

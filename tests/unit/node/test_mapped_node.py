@@ -12,7 +12,7 @@ from hps.models.mapped_file import MAPPED_FILE, MappedOptions, write_mapped
 from hps.models.repository import Repository
 from hps.models.version_writer import write_version
 from hps.native.mapped_format import HEADER_BYTES
-from hps.node import caches, mapped_memory
+from hps.node import cache_fill, mapped_memory
 from hps.types import JaggedKeys, LookupRequest
 from hps.updates.hot_key_snapshot import read_hot_keys
 from tests.support.waiting import until
@@ -131,7 +131,7 @@ def test_damage_found_in_the_background_is_reported(open_node, models, monkeypat
 
 
 def test_hot_rows_of_a_large_table_are_cached_in_the_background(open_node, tmp_path, monkeypatch):
-    monkeypatch.setattr(caches, "_FIRST_BYTES", 0)
+    monkeypatch.setattr(cache_fill, "_FIRST_BYTES", 0)
     cpu = {"warm": True, "snapshot": {"path": str(tmp_path / "hot")}, "capacity_bytes": 1 << 20}
     node = open_node(cpu_cache=cpu, mapped=STORE_ONLY)
     cached, table = node.tiers[0], node.model("m").tables["a"]
@@ -200,7 +200,7 @@ def test_budget_decides_which_files_are_read_on_the_fast_path(open_node, models)
 
 
 def test_large_files_are_read_in_the_background(open_node, monkeypatch):
-    monkeypatch.setattr(caches, "_FIRST_BYTES", 0)
+    monkeypatch.setattr(cache_fill, "_FIRST_BYTES", 0)
     monkeypatch.setattr(mapped_memory.MappedMemory, "is_resident", lambda *_: False)
     monkeypatch.setattr(mapped_memory, "_CHUNK_BYTES", 1 << 16)
     node = open_node()
