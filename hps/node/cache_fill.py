@@ -109,7 +109,7 @@ class CacheFill:
                 self._fill_gpus(warming, table, files, _NO_KEYS, on_gpu)
                 rows = in_memory
             if len(keys) and rows < files.rows:
-                self._fill_hottest(warming, table, keys[:rows])
+                self._fill_hottest(warming, table, keys[:rows], at_start=False)
                 continue
             self._fill_first(warming, table, files, rows)
             self._promote_hottest(table, keys[:rows])
@@ -182,17 +182,25 @@ class CacheFill:
         version = self.stores.version_of_rows(table)
         warming.fill(table, files.keys(0, rows), files.vectors, version)
 
-    def _fill_hottest(self, warming: CacheWarmup, table: EmbeddingTable, keys: KeyArray) -> None:
+    def _fill_hottest(
+        self, warming: CacheWarmup, table: EmbeddingTable, keys: KeyArray, *, at_start: bool = True
+    ) -> None:
+        """Put ``keys (n,)``, the hottest first, into the caches; ``at_start``: those are there early."""
         replicas, mapped = self.devices.replicas, self.stores.is_mapped(table)
-        if mapped and replicas is not None and not self._wanted_cpu_rows(table):
-            keys = dedup(table.narrow(keys))[0]
-            warming.promote_into(table, keys, replicas, limited=True)
-            # The keys inserted first now have the lowest scores: the hottest half again, the hottest last.
-            if replicas.capacity(table) < self.stores.rows(table):
-                warming.promote_into(table, keys[: len(keys) // 2][::-1], replicas, limited=True)
+        if not mapped or replicas is None or self._wanted_cpu_rows(table):
+            warming.hottest(table, keys, self.caches[0].tier, mapped=mapped)
+            self._promote_hottest(table, keys)
             return
-        warming.hottest(table, keys, self.caches[0].tier, mapped=mapped)
-        self._promote_hottest(table, keys)
+        keys = dedup(table.narrow(keys))[0]
+        # Keys that are inserted later get higher scores.
+        coldest_first = np.ascontiguousarray(keys[::-1])
+        if not at_start:
+            warming.promote_into(table, coldest_first, replicas)
+            return
+        warming.promote_into(table, keys, replicas, limited=True)
+        if replicas.capacity(table) < self.stores.rows(table):
+            hottest = coldest_first[-(len(keys) // 2) :]
+            warming.promote_into(table, hottest, replicas, limited=True)
 
     def _promote_hottest(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Copy rows of the CPU cache, the hottest first, to the GPUs."""

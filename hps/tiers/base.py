@@ -207,6 +207,11 @@ def copy_answer(answer: Part, part: Part, at: IndexArray | slice = _ALL) -> None
     """Copy ``answer`` into ``part``: entry ``at[i]`` of ``answer`` answers the key ``part.missing[i]``."""
     wanted, missed, source = part.missing, _still_missing(answer)[at], answer.source[at]
     rows, done = source != 0, ~missed
+    if len(wanted) == len(part.keys) and rows.all() and done.all():
+        # Plain copies, which do not hold the interpreter lock as those by position do.
+        part.out[...], part.versions[...] = answer.out[at], answer.versions[at]
+        part.source[...], part.missing = source, wanted[:0]
+        return
     part.out[wanted[rows]] = answer.out[at][rows]
     part.versions[wanted[done]] = answer.versions[at][done]
     part.source[wanted[done]] = source[done]

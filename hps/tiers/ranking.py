@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.native import dedup
 from hps.types import EmbeddingTable, KeyArray
 
 HotKeys = tuple[KeyArray, NDArray[np.uint8]]
@@ -33,11 +34,18 @@ class MergedRanking:
 
     def top_k(self, table: EmbeddingTable, n: int) -> HotKeys:
         """Return the ``n`` hottest keys, each once, with its score in the first cache that has it."""
-        ranked = [cache.top_k(table, n) for cache in self._caches]
-        keys = np.concatenate([keys for keys, _ in ranked])
-        scores = np.concatenate([scores for _, scores in ranked])
-        first = np.sort(np.unique(keys, return_index=True)[1])[:n]
-        return keys[first], scores[first]
+        keys, scores = np.empty(0, np.int64), np.empty(0, np.uint8)
+        for cache in self._caches:
+            if len(keys) >= n:
+                break
+            more, their_scores = cache.top_k(table, n)
+            scores = np.concatenate([scores, their_scores])
+            keys, numbers = dedup(np.concatenate([keys, more]))
+            # Distinct keys are numbered as they appear.
+            seen = np.maximum.accumulate(np.concatenate([[-1], numbers]))
+            scores = scores[seen[1:] > seen[:-1]][:n]
+            keys = keys[:n]
+        return keys, scores
 
     def capacity(self, table: EmbeddingTable) -> int:
         """Return the most keys that `top_k` can return."""

@@ -258,7 +258,9 @@ class Cache(MemoryTier):
         super().update(table, keys, vectors, versions)
 
     def top_k(self, table: Any, n: int) -> Any:
-        held = [k for k, entry in self._tables.get(table, {}).items() if entry.row is not None]
+        held = [
+            k for k, entry in self._tables.get(table, {}).copy().items() if entry.row is not None
+        ]
         keys = np.array(held[::-1][:n], np.int64)
         return keys, np.full(len(keys), 255, np.uint8)
 

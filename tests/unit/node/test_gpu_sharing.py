@@ -17,6 +17,7 @@ from hps.models.version_writer import write_version
 from hps.node.gpu_caches import NodeGpus
 from hps.node.gpu_sharing import can_join, find_joins, may_share, with_joins, without
 from hps.node.stores import NodeStores
+from hps.observability.metric_names import PROMOTIONS
 from hps.tiers.gpu.plan import GpuTablePlan, device_bytes
 from hps.types import EmbeddingTable, Source
 from hps.updates.cache_writer import CacheWriter
@@ -329,6 +330,64 @@ def test_rows_of_a_loaded_version_are_read_once_from_its_mapped_file(config, mon
         node.load("m", 3, switch=False)
         check(node, 3, 2 * rows_of(1), on_gpu=0.99)
         assert sum(inserts) == ROWS
+
+
+HOT = KEYS[-500:]
+
+
+@pytest.fixture
+def half(config, monkeypatch):
+    """The configuration, with a cache of half of the rows that is filled in several pieces."""
+    monkeypatch.setattr("hps.updates.cache_warmup._CHUNK_ROWS", 4000)
+    monkeypatch.setattr("hps.updates.cache_warmup._SERVED_CHUNK_BYTES", 0)
+    config["tiers"]["gpu"] = {"use": "required", "share": 0.5}
+    return config
+
+
+def share_of_hot(node, version):
+    """The share of `HOT` keys among the hottest of a version."""
+    return np.isin(HOT, gpu_of(node).top_k(tables_of(node)[version], 1000)[0]).mean()
+
+
+def make_hot(node):
+    def ask():
+        node.lookup_on_device("m", {"t": HOT})
+        node.writer.flush()
+        return share_of_hot(node, 1) > 0.9
+
+    until(ask)
+
+
+def is_filled():
+    """True once no warm-up is running in the background."""
+    return not any(thread.name == "hps-warmup" for thread in threading.enumerate())
+
+
+def require_no_failed_promotion(node):
+    found = node.metrics.values(PROMOTIONS)
+    assert not any(count for (*_, result), count in found.items() if result == "failed")
+
+
+def test_keys_that_are_hot_rank_first_in_a_loaded_version(half):
+    with serving(half, 1) as node:
+        make_hot(node)
+        node.load("m", 3, switch=False)
+        assert share_of_hot(node, 3) > 0.9
+        check(node, 3, 2 * rows_of(1), on_gpu=0.4)
+        require_no_failed_promotion(node)
+
+
+def test_keys_of_the_snapshot_rank_first_after_a_start(half, device, monkeypatch, tmp_path):
+    monkeypatch.setattr("hps.node.cache_fill._FIRST_BYTES", 0)
+    half["tiers"]["cpu_cache"] = {"snapshot": {"path": str(tmp_path / "snapshot"), "keys": 20_000}}
+    with serving(half, 1) as node:
+        until(is_filled)
+        make_hot(node)
+    with serving(half, 1) as node:
+        until(is_filled)
+        require_no_failed_promotion(node)
+        if device is None:  # a twin's rank is the order in which keys came
+            assert share_of_hot(node, 1) > 0.9
 
 
 @pytest.mark.parametrize("hot", [0, 3000])
