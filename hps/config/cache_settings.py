@@ -45,7 +45,8 @@ class CpuCacheSettings(StrictModel):
     enabled: bool = True
     """Off: every lookup reads from the store."""
     capacity_bytes: int = Field(1 << 30, ge=0)
-    """Bytes, divided among the tables in proportion to their sizes unless `cache_rows` or `share` is set."""
+    """Bytes, divided among the tables in proportion to their sizes unless `cache_rows` or `share` is set. A
+    table whose mapped file is in memory counts with an eighth of its rows: those that updates change."""
     share: float | None = Field(None, gt=0, le=1)
     """Capacity as a share of each table's rows instead of bytes."""
     eviction: Eviction = "lru"

@@ -126,11 +126,9 @@ class NodeCaches:
         """Make the CPU cache and share its memory out over the tables; overrides come first."""
         chosen = self._settings.tiers.cpu_cache
         settings = self._settings
-        evictions = {table: eviction_of(settings, table) for table in self._tables()}
         cache = CpuCache(
-            plan_rows(settings, {table: self._stores.rows(table) for table in self._tables()}),
+            {},
             eviction=chosen.eviction,
-            evictions={table: eviction for table, eviction in evictions.items() if eviction},
             memory=cache_memory(chosen),
             threads=chosen.threads,
         )
@@ -138,6 +136,10 @@ class NodeCaches:
         self._cpu_cache = cache
         self._memory = MappedMemory(cache, self._stores.direct_file, memory_budget(settings))
         self._resources.callback(self._memory.close)
+        tables = {table: self._stores.rows(table) for table in self._tables()}
+        plan = plan_rows(settings, tables, self._memory.fitting(tables))
+        for table, rows in plan.items():
+            cache.add_table(table, rows, eviction_of(settings, table))
         if chosen.snapshot.path is not None:
             self._hot = hot_keys_at_start(chosen.snapshot.path)
             snapshots = HotKeySnapshots(
@@ -208,6 +210,7 @@ class NodeCaches:
             {table: self._stores.rows(table) for table in (*other_tables, *new)},
             new,
             {table: cache.capacity(table) for table in other_tables},
+            set() if self._memory is None else self._memory.fitting(new),
         )
         for table in new:
             cache.add_table(table, plan[table], eviction_of(self._settings, table))

@@ -12,6 +12,9 @@ from hps.tiers.cpu.cache_memory import CacheMemory
 from hps.tiers.cpu.segments import Segments
 from hps.types import EmbeddingTable
 
+_CHANGED, _LEAST_CHANGED = 8, 1024
+"""The cache has room for one in so many rows of a table whose file is in memory, and for at least so many."""
+
 
 def cache_memory(chosen: CpuCacheSettings) -> CacheMemory:
     """Memory of the CPU cache."""
@@ -21,10 +24,22 @@ def cache_memory(chosen: CpuCacheSettings) -> CacheMemory:
     return CacheMemory(segments, chosen.huge_pages, chosen.numa_node)
 
 
-def plan_rows(settings: Settings, table_rows: Mapping[EmbeddingTable, int]) -> Rows:
-    """Share the cache's memory out over tables of ``table_rows`` rows; overrides come first."""
+def plan_rows(
+    settings: Settings,
+    table_rows: Mapping[EmbeddingTable, int],
+    in_memory: Collection[EmbeddingTable] = (),
+) -> Rows:
+    """Share the cache's memory out over tables of ``table_rows`` rows; overrides come first.
+
+    Tables whose files are ``in_memory`` count with a part of their rows: the cache has only those that
+    updates have changed. Its memory is allocated whole, so the rest would never be used."""
     chosen = settings.tiers.cpu_cache
     overrides = {table: _override(settings, table) for table in table_rows}
+    if chosen.share is None:
+        table_rows = {
+            table: max(_LEAST_CHANGED, rows // _CHANGED) if table in in_memory else rows
+            for table, rows in table_rows.items()
+        }
     return plan_capacity(
         table_rows,
         capacity_bytes=chosen.capacity_bytes,
@@ -39,12 +54,13 @@ def plan_rows_for_new_model(
     table_rows: Mapping[EmbeddingTable, int],
     new: Collection[EmbeddingTable],
     held: Mapping[EmbeddingTable, int],
+    in_memory: Collection[EmbeddingTable] = (),
 ) -> tuple[Rows, str]:
     """Plan rows for the ``new`` tables, next to others with a capacity of ``held`` rows; see `plan_rows`.
 
     The new tables get at most the memory that the others leave. Also returns a warning if that is less
     than a start would give, else "". A configured share of a table's rows is granted whatever it costs."""
-    whole = plan_rows(settings, table_rows)
+    whole = plan_rows(settings, table_rows, in_memory)
     plan = {table: whole[table] for table in new}
     chosen = settings.tiers.cpu_cache
     if chosen.share is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hps.cgroups import memory_limit
 from hps.config import Settings
@@ -41,6 +41,16 @@ class MappedMemory:
         self._admitted: dict[EmbeddingTable, OverlaidTable] = {}
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
+
+    def fitting(self, tables: Iterable[EmbeddingTable]) -> set[EmbeddingTable]:
+        """The tables that `admit` would reserve memory for, in this order, or has; if the cache has them."""
+        left, found = self._left, set(self._admitted)
+        for table in tables:
+            mapped = None if table in found else self._find(table)
+            if mapped is not None and mapped.file.header.bytes <= left:
+                left -= mapped.file.header.bytes
+                found.add(table)
+        return found
 
     def admit(self, table: EmbeddingTable) -> bool:
         """Reserve memory for a table's file; return whether its rows are to be read from there."""

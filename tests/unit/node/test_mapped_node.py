@@ -275,3 +275,24 @@ def test_without_rocksdb_updates_are_refused(open_node, models, updates):
         hps.open({"models": {"repository": str(models)}, "tiers": tiers, "updates": updates})
     with pytest.raises(ConfigError, match=r"tiers.mapped.enabled is false; one of them must have"):
         open_node(rocksdb={"enabled": False}, mapped={"enabled": False})
+
+
+@pytest.mark.parametrize(
+    ("cpu_cache", "mapped", "rows"),
+    [
+        ({}, {}, ROWS // 8),
+        ({}, STORE_ONLY, ROWS),
+        ({"share": 0.5}, {}, ROWS // 2),
+    ],
+)
+def test_cpu_cache_has_room_for_changed_rows_of_a_table_in_memory(
+    open_node, models, cpu_cache, mapped, rows
+):
+    """At the start, and for a version that is loaded later."""
+    publish(models, 2)
+    node = open_node(cpu_cache=cpu_cache, mapped=mapped)
+    cache = next(each for each in node.tiers if each.tier.info.name == "cpu")
+    for version in (2, 1):
+        (table,) = node.model("m").tables.values()
+        assert cache.capacity(table) == rows
+        node.load("m", version)
