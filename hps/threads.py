@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cached_property
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -19,9 +20,35 @@ from hps.errors import DeadlineExceeded, Unavailable
 SWITCH_S = 1e-4
 """Interval of `sys.setswitchinterval` for processes in which a thread works beside requests: these need not
 wait for Python's usual 5 ms."""
+_SHORTEST_REST_S, _LONGEST_REST_S = 2e-4, 0.05
 T = TypeVar("T")
 U = TypeVar("U")
+_pace = threading.local()
 _STATE_DONE = "FINISHED"  # the state in concurrent.futures, which asyncio and wait() read
+
+
+@contextmanager
+def paced(share: float) -> Iterator[None]:
+    """Let this thread work ``share`` of the time only: it sleeps at its calls of `rest`.
+
+    For long work beside request threads, which would wait for the interpreter lock each time they need it
+    again: a request that takes a third of a millisecond would take three."""
+    _pace.sleeps, _pace.worked_s = 1 / share - 1, time.thread_time()
+    try:
+        yield
+    finally:
+        _pace.sleeps = 0.0
+
+
+def rest() -> None:
+    """Sleep as the thread is `paced`; does nothing in other threads."""
+    sleeps = getattr(_pace, "sleeps", 0.0)
+    if not sleeps:
+        return
+    pause_s = sleeps * (time.thread_time() - _pace.worked_s)
+    if pause_s >= _SHORTEST_REST_S:
+        time.sleep(min(pause_s, _LONGEST_REST_S))
+        _pace.worked_s = time.thread_time()
 
 
 class CompletedFuture(Future[T], Generic[T]):

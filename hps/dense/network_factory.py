@@ -16,6 +16,7 @@ from hps.dense.base import DenseModel, NetworkTensor
 from hps.dense.fallback import FallbackModel
 from hps.dense.onnx import GpuOptions, OnnxModel
 from hps.errors import ConfigError, ModelError, Unavailable
+from hps.threads import rest
 
 if TYPE_CHECKING:
     from hps.dense.triton.shared_regions import ThreadRegions
@@ -100,6 +101,7 @@ def _in_process(described: NetworkSpec, settings: DenseSettings, device: int) ->
             described.path, settings.provider, settings.threads, settings.inline_us, gpu
         )
     described.check(network)
+    rest()
     network.warm_up(described.fed)
     return network
 

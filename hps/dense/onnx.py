@@ -26,6 +26,7 @@ from hps.dense.onnxruntime_loader import (
     report_unused_gpu,
 )
 from hps.errors import ConfigError, DenseModelError, ModelError, Unavailable
+from hps.threads import rest
 
 _DATATYPE_OF = {
     "tensor(bool)": "BOOL",
@@ -266,6 +267,7 @@ class OnnxModel:
                 start = clock()
                 outputs = self.predict(zeros)
                 times.append(clock() - start)
+                rest()
         except DenseModelError as error:
             shapes = {name: list(array.shape) for name, array in zeros.items()}
             raise ModelError(

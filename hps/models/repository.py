@@ -32,6 +32,7 @@ from hps.models.manifest import (
     read_manifest,
 )
 from hps.models.tables import TableFiles, open_table
+from hps.threads import rest
 from hps.types import EmbeddingTable, MissPolicy
 
 SPEC_FILE = "model.yaml"
@@ -180,9 +181,9 @@ class Repository:
     ) -> ModelVersion:
         """Open ``version``, else the override's version, else the highest one; check its files."""
         version = self.choose(name, version, override)
-        return open_version(
-            self.root / name / str(version), version, apply_override(self.spec(name), override)
-        )
+        spec = apply_override(self.spec(name), override)
+        rest()
+        return open_version(self.root / name / str(version), version, spec)
 
     def choose(
         self, name: str, version: int | None = None, override: ModelOverride | None = None

@@ -41,6 +41,7 @@ from hps.observability import metric_names as m
 from hps.observability.meters import TierMeter
 from hps.observability.metrics import Metrics
 from hps.periodic import PeriodicThread
+from hps.threads import rest
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.attached_cache import AttachedCache
@@ -194,12 +195,14 @@ class _AttachBuilder:
             configuration = replace(self._configuration, legacy=self._ps_json_models(), path=None)
             version = version_openers(configuration, {name: number})[name]()
             self._require_same(version)
+            rest()
             scheduled = self._scheduler.find(name, number)
             network = None if scheduled is None else scheduled.network
             others = [each for each in self._opened if each.version.version != number]
             model = open_model(version, self._settings, own, network, tables_of(others))
             self._opened.append(model)
             own.callback(self._closed, model)
+            rest()
             tables = list(model.tables.values())
             connections = NodeConnectionPool(self._path, tables)
             self._node.add(connections)
@@ -207,6 +210,7 @@ class _AttachBuilder:
             if self._cache is not None:
                 self._cache.add_tables(tables)
                 own.callback(self._cache.remove_tables, tables)
+            rest()
             freshness = freshness_of(self._settings, name, self._metrics)
             served = self._serving.serve(model, self._metrics, self._devices, freshness)
             if scheduled is not None and served.pipeline is not None:

@@ -27,6 +27,7 @@ from hps.node.stores import NodeStores
 from hps.node.tier_status import TierStatus
 from hps.observability.meters import count_promotion
 from hps.observability.metrics import Metrics
+from hps.threads import rest
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.ranking import HotKeys, MergedRanking, RankedCache
@@ -214,6 +215,7 @@ class NodeCaches:
         )
         for table in new:
             cache.add_table(table, plan[table], eviction_of(self._settings, table))
+            rest()
         return warning
 
     def _ranking(self) -> RankedCache:

@@ -27,7 +27,9 @@ from hps.node.traffic_control import TrafficControl, require_unnamed
 from hps.node.version_choice import VersionChoice, first_choice, policy_of
 from hps.node.version_loader import NodeParts
 from hps.node.version_switcher import VersionSwitcher
+from hps.node.warm_up import beside_requests
 from hps.observability import metric_names as m
+from hps.threads import rest
 from hps.types import Progress
 
 log = logging.getLogger(__name__)
@@ -108,6 +110,7 @@ class ModelControl:
         labelled = [check_label(each) for each in labels]
         with self._change(), self._count_failures(name):
             found = self._open_version(name, version)
+            rest()
             if (served := self._switcher.served(name, found.version)) is not None:
                 check_unchanged(self._switcher.opened_model(served).version, found)
             former = self._switcher.choices.get(name)
@@ -302,7 +305,8 @@ class ModelControl:
     def _change(self) -> Iterator[None]:
         with self._switcher.turn:
             self._switcher.loader.require_open()
-            yield
+            with beside_requests(self._node.models):
+                yield
 
     @contextmanager
     def _change_of(self, name: str) -> Iterator[None]:

@@ -21,6 +21,7 @@ from hps.lookup.base import Feature, LookupModel
 from hps.models.ps_json import ps_json_models, repository_with
 from hps.models.repository import SPEC_FILE, ModelVersion, Repository
 from hps.predict.network_inputs import check_wiring, fed_tensors, served_tensors
+from hps.threads import rest
 from hps.types import EmbeddingTable, Progress
 
 
@@ -160,6 +161,7 @@ def open_model(
     A lookup node has no network. ``remote``: use this one, which runs in another process. ``reuse``: see
     `ModelVersion.embedding_tables`."""
     lookup, network = _described_model(version, settings, reuse)
+    rest()
     dense = remote
     if network is not None and remote is None:
         dense = open_network(network, settings.dense, settings.tiers.gpu.devices[0])

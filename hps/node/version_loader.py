@@ -30,6 +30,7 @@ from hps.node.served_versions import ServedModel
 from hps.node.serving_context import ServingContext, freshness_of
 from hps.node.stores import NodeStores
 from hps.node.warm_up import WarmUp
+from hps.threads import rest
 from hps.types import EmbeddingTable, NoProgress, Progress, version_unix_ms
 
 _CHECK_EVERY_S = 0.05
@@ -88,17 +89,21 @@ class VersionLoader:
         own = undo.enter_context(ExitStack())
         model = open_model(found, self._settings, own, reuse=tables_of(parts.opened))
         times.end("files and network")
+        rest()
         undo.callback(parts.stores.remove, model)
         parts.stores.add(model, progress)
         times.end("stores")
+        rest()
         self.require_open()
         undo.callback(parts.caches.drop, model)
         warning = parts.caches.add(model, current, kept, progress)
         times.end("caches")
+        rest()
         freshness = freshness_of(self._settings, found.name, node.metrics)
         served = parts.serving.serve(model, node.metrics, parts.devices.models, freshness)
         undo.callback(self._release_metrics, model)
         times.end("requests")
+        rest()
         return LoadedModel(model, served, own, warning)
 
     def free(self, model: OpenedModel) -> None:

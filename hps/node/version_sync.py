@@ -19,6 +19,7 @@ from hps.errors import TierError, Unavailable, Unsupported
 from hps.node.served_models import OpenModels
 from hps.node.served_versions import ServedModel, ServedModels, VersionNames
 from hps.node.version_retirement import LastRequest
+from hps.node.warm_up import beside_requests
 
 log = logging.getLogger(__name__)
 SYNC_EVERY_S = 0.1
@@ -160,7 +161,8 @@ class VersionSync:
         if token in self._failed and time.monotonic() < self._failed[token][1]:
             return
         try:
-            opened = self._open_version(name, version)
+            with beside_requests(self.models):
+                opened = self._open_version(name, version)
             try:
                 for check in self.checks:
                     check(opened.served)

@@ -11,14 +11,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from hps.errors import HpsError
 from hps.lookup.request_sample import Sampled
-from hps.node.served_versions import ServedModel
+from hps.node.served_versions import ServedModel, ServedModels
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from hps.threads import SWITCH_S
+from hps.threads import SWITCH_S, paced
 from hps.types import LookupRequest, Source
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ _MOST_REPEATS = 2  # the same requests once more bring nothing more into memory
 # is this thread's own time: under load a replay mostly waits, and must not take more because of it.
 _LEAST_SHARE, _MOST_SHARE = 0.03, 0.25
 _DEADLINE_S = 1.0
+_LOAD_SHARE = 0.2
 _IN_MEMORY = {each.name.lower() for each in (Source.GPU, Source.CPU, Source.MEMORY)}
 
 
@@ -50,6 +52,15 @@ class _Round:
             self.hit_rate > former.hit_rate + _HIT_RATE_STEP
             or self.median_s < former.median_s * (1 - _LATENCY_STEP)
         )
+
+
+@contextmanager
+def beside_requests(models: ServedModels) -> Iterator[None]:
+    """Pace this thread's changes of versions, see `hps.threads.paced`, if ``models`` are requested."""
+    with ExitStack() as pace:
+        if any(each.sample.requests() for each in models.versions):
+            pace.enter_context(paced(_LOAD_SHARE))
+        yield
 
 
 class WarmUp:

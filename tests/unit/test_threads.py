@@ -7,6 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 
 import pytest
 
+from hps import threads
 from hps.errors import DeadlineExceeded, Unavailable
 from hps.threads import BoundedThreadPool, CompletedFuture, chain_future
 
@@ -255,3 +256,27 @@ def test_then_answers_when_a_second_stage_that_runs_is_cancelled(workers):
     gate.set()
     assert answer.result(60) == 2
     assert not answer.cancel()
+
+
+def test_paced_thread_sleeps_in_proportion_to_its_work(monkeypatch):
+    slept, worked = [], [0.0]
+    monkeypatch.setattr(threads.time, "sleep", slept.append)
+    monkeypatch.setattr(threads.time, "thread_time", lambda: worked[0])
+    with threads.paced(0.2):
+        worked[0] += 1e-5
+        threads.rest()  # too short to sleep: it is added to the next one
+        worked[0] += 2e-3
+        threads.rest()
+        worked[0] += 10.0
+        threads.rest()
+    assert slept == pytest.approx([4 * 2.01e-3, 0.05])
+
+
+def test_other_threads_do_not_rest(monkeypatch):
+    monkeypatch.setattr(threads.time, "sleep", lambda _s: pytest.fail("slept"))
+    threads.rest()
+    with threads.paced(0.5):
+        other = threading.Thread(target=threads.rest)
+        other.start()
+        other.join()
+    threads.rest()

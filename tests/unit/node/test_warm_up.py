@@ -1,6 +1,7 @@
 """Warm-up of a version by sampled requests of its model."""
 
 import logging
+import threading
 import time
 import weakref
 from contextlib import ExitStack
@@ -86,6 +87,30 @@ def test_a_version_in_memory_is_ready_after_a_part_of_the_requests(settings, cap
     (line,) = [text for text in caplog.messages if "warmed up" in text]
     replayed = int(line.partition("(settled) with ")[2].split()[0])
     assert 64 <= replayed < 199, line
+
+
+@pytest.mark.parametrize("requested", [False, True])
+def test_a_load_leaves_the_interpreter_to_requests(settings, monkeypatch, requested):
+    """It works a fifth of the time, if there are requests."""
+    loading, pauses, sleep = threading.current_thread(), [], time.sleep
+
+    def slept(seconds):
+        if threading.current_thread() is loading:
+            pauses.append(seconds)
+        sleep(seconds)
+
+    settings["models"]["warm_up_s"] = 0.1
+    with hps.open(settings) as node:
+        if requested:
+            sample_of(node).armed = True
+            predict(node, 1)
+        monkeypatch.setattr("hps.threads.time.sleep", slept)
+        monkeypatch.setattr("hps.node.warm_up.WarmUp.run", lambda _self, _served: None)
+        began = time.thread_time()
+        node.load(MODEL, 2)
+        worked = time.thread_time() - began
+        assert node.models[MODEL].version == 2
+    assert sum(pauses) > worked if requested else not pauses
 
 
 def _keys_of(node, tier):
