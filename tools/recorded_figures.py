@@ -62,6 +62,26 @@ def incomplete() -> str:
     return _table(("rows on the GPU", "keys", "missing there", *columns), rows)
 
 
+def switches() -> str:
+    """Latencies of requests while versions change, and another model is loaded, on a GPU."""
+    (rows,) = recording("switch_gpu")["tables"].values()
+    named = {
+        "hps, switches, without": "without changes",
+        "hps, switches, with": "while versions of 2 GB are loaded and served in place of one another",
+        "hps, another model, without": "without changes",
+        "hps, another model, with": "while another model, of 5 GB, is loaded and unloaded",
+    }
+    lines = [
+        [
+            named[row[""]],
+            f"{row['requests']:,}",
+            *(_ms(row[f"{p} ms"]) for p in ("p50", "p99", "p99.9")),
+        ]
+        for row in rows
+    ]
+    return _table(("", "requests", "p50", "p99", "p99.9"), lines)
+
+
 def calls() -> str:
     """What calls of a million and of a thousand keys cost, beside their kernel."""
     recorded = recording("gpu_public_path")["tables"]["all rows on the device, median µs of a call"]
@@ -118,7 +138,7 @@ def floor() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table for table in (server, incomplete, calls, missing, floor)
+    table.__name__: table for table in (server, incomplete, switches, calls, missing, floor)
 }
 
 

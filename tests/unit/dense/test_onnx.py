@@ -135,6 +135,19 @@ def test_busy_threads_do_not_make_a_network_slow(tmp_path):
     assert model.runs_inline(1)
 
 
+def test_paced_thread_measures_without_pauses(two_outputs, monkeypatch):
+    """Runs after a pause find cold caches: measured so, the network would never run inline."""
+    model, events = OnnxModel(two_outputs), []
+    monkeypatch.setattr("hps.dense.onnx.rest", lambda: events.append("rest"))
+    monkeypatch.setattr(
+        OnnxModel, "predict", lambda *_a, f=OnnxModel.predict: (events.append("run"), f(*_a))[1]
+    )
+    model.warm_up()
+    runs = "".join(event[1] for event in events).split("e")
+    assert len(runs) == 2
+    assert min(map(len, runs)) >= 5
+
+
 def test_warm_up_reports_a_network_that_cannot_run(tmp_path):
     path = write_network(
         tmp_path / "dense.onnx",
