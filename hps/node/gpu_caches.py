@@ -20,14 +20,14 @@ from hps.errors import ConfigError, GpuUnavailable
 from hps.models.tables import TableFiles
 from hps.native import WorkerPool
 from hps.node.gpu_models import GpuModels
-from hps.node.gpu_plan import check_memory, plan_added_tables, plan_of_settings
+from hps.node.gpu_plan import check_memory, plan_added_tables
 from hps.node.gpu_scheduler import NodeScheduler
 from hps.node.gpu_sharing import (
     Joins,
     can_join,
     find_joins,
     may_share,
-    rows_of_own,
+    plan_shared,
     with_joins,
     without,
 )
@@ -213,23 +213,16 @@ class NodeGpus:
 
     def _plan(self, *, loaded: bool = True) -> Plan:
         """Plan all tables; before they are ``loaded``, it is not known which ones are mapped."""
-        files, rows = files_of(self._opened), table_rows(self._opened)
+        files = files_of(self._opened)
         free = {device: free_bytes_on(device) for device in self._chosen.devices}
         joins = {
             t: owner
             for t, owner in self._find_joins(files).items()
             if not loaded or (self._is_mapped(t) and self._is_mapped(owner))
         }
-        for table, owner in joins.items():
-            rows[owner] += rows_of_own(files[table])
-        alone = {t: n for t, n in rows.items() if t not in joins}
-        plan = plan_of_settings(self._settings, alone, min(free.values()))
-        unable = {t for t, owner in joins.items() if not can_join(plan, owner)}
-        if unable:
-            alone = {t: n for t, n in rows.items() if t in alone or t in unable}
-            plan = plan_of_settings(self._settings, alone, min(free.values()))
+        plan = plan_shared(self._settings, files, joins, min(free.values()))
         check_memory(plan, free, free_host_bytes())
-        return with_joins(plan, {t: o for t, o in joins.items() if t not in unable}, {})
+        return plan
 
     def _is_mapped(self, table: EmbeddingTable) -> bool:
         return self._common_rows(table, np.empty(0, np.int64))[1] != 0

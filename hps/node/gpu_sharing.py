@@ -13,6 +13,7 @@ from hps.config.schema import Settings
 from hps.cuda.layout import MOST_MEMBERS
 from hps.models.mapped_file import MAPPED_FILE
 from hps.models.tables import TableFiles
+from hps.node.gpu_plan import plan_of_settings
 from hps.node.stores import NodeStores
 from hps.tiers.gpu.plan import Plan
 from hps.types import EmbeddingTable, KeyArray
@@ -67,6 +68,26 @@ def find_joins(files: Mapping[EmbeddingTable, TableFiles], held: Plan) -> Joins:
         if owner not in known:
             known.append(owner)
     return joins
+
+
+def plan_shared(
+    settings: Settings,
+    files: Mapping[EmbeddingTable, TableFiles],
+    joins: Joins,
+    free_bytes: int | None = None,
+) -> Plan:
+    """Plan all tables of ``files``, of which some may use arrays of others; see `plan_of_settings`."""
+    rows = {table: each.rows for table, each in files.items()}
+    joined = dict(rows)
+    for table, owner in joins.items():
+        joined[owner] += rows_of_own(files[table])
+        del joined[table]
+    plan = plan_of_settings(settings, joined, free_bytes)
+    possible = {table: owner for table, owner in joins.items() if can_join(plan, owner)}
+    if len(possible) < len(joins):
+        unable = {table: rows[table] for table in joins if table not in possible}
+        plan = plan_of_settings(settings, {**joined, **unable}, free_bytes)
+    return with_joins(plan, possible, {})
 
 
 def rows_of_own(files: TableFiles) -> int:

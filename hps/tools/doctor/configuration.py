@@ -77,14 +77,14 @@ def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[Doct
     only."""
     own = settings.server.role != "ingest"
     total = sum(files.bytes for version in versions for files in version.tables.values())
-    rows = {
-        table: version.tables[name].rows
+    files = {
+        table: version.tables[name]
         for version in versions
         for name, table in version.embedding_tables().items()
     }
-    tables = list(rows)
+    tables = list(files)
     if own:
-        yield from catch_errors("memory", memory(settings, total, rows))
+        yield from catch_errors("memory", memory(settings, total, files))
     if own:
         yield attempt("folders", partial(_folders, settings))
     if own and settings.tiers.rocksdb.enabled:

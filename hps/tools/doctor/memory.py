@@ -16,9 +16,11 @@ from hps.tools.output import plural, size
 
 if TYPE_CHECKING:
     from hps.config.schema import Settings
+    from hps.models.tables import TableFiles
+    from hps.tiers.gpu.plan import Plan
     from hps.types import EmbeddingTable
 
-    TableRows = Mapping[EmbeddingTable, int]
+    Files = Mapping[EmbeddingTable, TableFiles]
 
 _CGROUPS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -28,13 +30,13 @@ _CGROUPS = (
 _FOR_CACHES = 0.8
 
 
-def memory(settings: Settings, table_bytes: int, table_rows: TableRows) -> Iterator[DoctorCheck]:
+def memory(settings: Settings, table_bytes: int, files: Files) -> Iterator[DoctorCheck]:
     """Check total, shared, locked and GPU memory; ``table_bytes``: size of all served rows."""
     yield processes(settings, table_bytes)
     wanted = cache_bytes(settings, table_bytes) + settings.tiers.rocksdb.block_cache_bytes
-    pinned = pinned_bytes(settings, table_rows) if machine.has_gpu() else 0
+    pinned = pinned_bytes(settings, files) if machine.has_gpu() else 0
     yield enough(wanted + pinned, limit())
-    yield from gpus(settings, table_rows)
+    yield from gpus(settings, files)
     triton = settings.dense.triton
     if settings.server.shared_memory or (triton is not None and triton.shared_memory == "system"):
         yield machine.shared_memory(Path("/dev/shm"))
@@ -42,11 +44,10 @@ def memory(settings: Settings, table_bytes: int, table_rows: TableRows) -> Itera
         yield locked(pinned, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
 
 
-def gpus(settings: Settings, table_rows: TableRows) -> Iterator[DoctorCheck]:
+def gpus(settings: Settings, files: Files) -> Iterator[DoctorCheck]:
     """Check that the configured GPUs exist and have room for the rows."""
     from hps.cuda.loader import cupy, missing_requirement
     from hps.node.gpu_caches import is_gpu_expected
-    from hps.node.gpu_plan import plan_of_settings
     from hps.tiers.gpu.plan import device_bytes
 
     wanted, name = settings.tiers.gpu, "tiers.gpu"
@@ -61,7 +62,7 @@ def gpus(settings: Settings, table_rows: TableRows) -> Iterator[DoctorCheck]:
             yield DoctorCheck(name, "WARN", f"rows are served from the CPU cache: {why}", remedy)
         return
     verdict: Verdict = "FAIL" if wanted.use == "required" else "WARN"
-    cuda, needed = cupy().cuda, device_bytes(plan_of_settings(settings, table_rows))
+    cuda, needed = cupy().cuda, device_bytes(planned(settings, files))
     there = cuda.runtime.getDeviceCount()
     for number in wanted.devices:
         if number >= there:
@@ -87,15 +88,21 @@ def cache_bytes(settings: Settings, table_bytes: int) -> int:
     return min(cache.capacity_bytes, table_bytes) if table_bytes else cache.capacity_bytes
 
 
-def pinned_bytes(settings: Settings, table_rows: TableRows) -> int:
+def planned(settings: Settings, files: Files) -> Plan:
+    """The GPU caches of a start, in which versions may share rows."""
+    from hps.node.gpu_sharing import find_joins, may_share, plan_shared
+
+    return plan_shared(settings, files, find_joins(files, {}) if may_share(settings) else {})
+
+
+def pinned_bytes(settings: Settings, files: Files) -> int:
     """Host memory that GPUs read directly."""
-    from hps.node.gpu_plan import plan_of_settings
     from hps.tiers.gpu.plan import host_bytes_of
 
     gpu = settings.tiers.gpu
     if gpu.use == "off" or not gpu.host_bytes:
         return 0
-    return host_bytes_of(plan_of_settings(settings, table_rows)) * len(gpu.devices)
+    return host_bytes_of(planned(settings, files)) * len(gpu.devices)
 
 
 def limit() -> int:

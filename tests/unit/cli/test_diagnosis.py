@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,9 @@ from hps import native
 from hps.client.admin import MetricSample
 from hps.config import configuration_from
 from hps.errors import ConfigError
+from hps.models.mapped_file import MAPPED_FILE
 from hps.observability import metric_names as m
+from hps.tiers.gpu.plan import device_bytes
 from hps.tools.doctor import (
     certificate_validity as validity,
 )
@@ -405,6 +408,24 @@ def test_missing_gpus_fail_if_required_and_are_a_warning_if_expected(
     assert gpu_verdicts[1][1] == "device 1 of 1 (from 0 on)"
 
 
+def files_of(base: str, folder: Path = Path("nowhere")) -> Any:
+    """Files of 100,000 rows with this base."""
+    return SimpleNamespace(rows=100_000, pairs=[SimpleNamespace(folder=folder, digest=base)])
+
+
+def test_rows_that_versions_share_are_counted_once(tmp_path: Path) -> None:
+    settings = configuration_from({"tiers": {"gpu": {"share": 1.0}}}, environ={}).settings
+    (tmp_path / MAPPED_FILE).touch()
+    one, two = (EmbeddingTable.make("t", 32, model="m", version=n) for n in (1, 2))
+
+    def needed(*bases: str) -> int:
+        files = {t: files_of(base, tmp_path) for t, base in zip((one, two), bases, strict=False)}
+        return device_bytes(memory.planned(settings, files))
+
+    assert needed("a", "a") == needed("a")
+    assert needed("a", "b") == 2 * needed("a")
+
+
 @pytest.mark.parametrize(
     ("use", "gpu", "verdict"),
     [
@@ -424,19 +445,18 @@ def test_gpu_check_compares_the_planned_bytes_with_the_gpu(
     monkeypatch.setattr("hps.cuda.loader.missing_requirement", lambda: None)
     monkeypatch.setattr("hps.cuda.loader.cupy", lambda: SimpleNamespace(cuda=cuda))
     settings = configuration_from({"tiers": {"gpu": {"use": use, **gpu}}}, environ={}).settings
-    rows = {EmbeddingTable.make("t", 32): 100_000}
-    (check,) = memory.gpus(settings, rows)
+    (check,) = memory.gpus(settings, {EmbeddingTable.make("t", 32): files_of("a")})
     assert check.verdict == verdict
     assert bool(check.remedy) == (verdict != "OK")
 
 
 def test_pinned_rows_of_the_plan_are_counted_not_the_setting() -> None:
-    rows = {EmbeddingTable.make("t", 32): 100_000}
+    files = {EmbeddingTable.make("t", 32): files_of("a")}
 
     def pinned(host_bytes: int, **gpu: object) -> int:
         gpu = {"host_bytes": host_bytes, "devices": [0, 1], "share": 1.0, **gpu}
         settings = configuration_from({"tiers": {"gpu": gpu}}, environ={}).settings
-        return memory.pinned_bytes(settings, rows)
+        return memory.pinned_bytes(settings, files)
 
     assert pinned(1 << 40) == 2 * 128 * 100_000
     assert pinned(128 * 50_000) == 2 * 128 * 50_000
