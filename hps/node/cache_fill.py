@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 _FIRST_BYTES = 64 << 20
 _BLOCK_ROWS = 1 << 16
 """Keys that are read at a time to fill GPU caches."""
+_RANKED = 4
+"""Where all rows fit, one in so many keys, the hottest, is put into GPU caches after the others."""
 _NO_KEYS: KeyArray = np.empty(0, np.int64)
 
 HotKeysOf = Callable[[EmbeddingTable, int], KeyArray]
@@ -101,7 +103,10 @@ class CacheFill:
                 share = min(1.0, _FIRST_BYTES / max(1, mapped_bytes))
                 in_memory = min(in_memory, int(files.rows * share))
             if mapped and on_gpu >= files.rows:
-                self._fill_gpus(warming, table, files, _NO_KEYS, files.rows)
+                keys = table.narrow(hot(table, files.rows // _RANKED))
+                # Some of them may not be in the files, and must not count as rows of these.
+                self._fill_gpus(warming, table, files, keys, files.rows + len(keys))
+                self._promote(warming, table, np.ascontiguousarray(keys[::-1]))
                 on_gpu = 0
             rows = min(files.rows, max(on_gpu, in_memory))
             keys = hot(table, rows) if rows else _NO_KEYS
@@ -158,10 +163,22 @@ class CacheFill:
                 keys = keys[there[at] != keys]
             keys = keys[:missing]
             missing -= len(keys)
-            self.stores.populate(table, keys)
-            warming.promote_into(table, keys, self.devices.replicas)
-            if not missing or table not in self.stores.tables:
+            if not self._promote(warming, table, keys) or not missing:
                 return
+
+    def _promote(
+        self, warming: CacheWarmup, table: EmbeddingTable, keys: KeyArray, *, limited: bool = False
+    ) -> bool:
+        """Put a mapped table's rows of ``keys`` into the GPU caches; return whether the table is still there.
+
+        They are read from the disk here, so that the thread that writes the caches need not wait."""
+        for start in range(0, len(keys), _BLOCK_ROWS):
+            some = keys[start : start + _BLOCK_ROWS]
+            self.stores.populate(table, some)
+            warming.promote_into(table, some, self.devices.replicas, limited=limited)
+            if table not in self.stores.tables:
+                return False
+        return table in self.stores.tables
 
     def _fill_table(
         self,
@@ -195,12 +212,11 @@ class CacheFill:
         # Keys that are inserted later get higher scores.
         coldest_first = np.ascontiguousarray(keys[::-1])
         if not at_start:
-            warming.promote_into(table, coldest_first, replicas)
-            return
-        warming.promote_into(table, keys, replicas, limited=True)
-        if replicas.capacity(table) < self.stores.rows(table):
-            hottest = coldest_first[-(len(keys) // 2) :]
-            warming.promote_into(table, hottest, replicas, limited=True)
+            self._promote(warming, table, coldest_first)
+        elif self._promote(warming, table, keys, limited=True) and replicas.capacity(
+            table
+        ) < self.stores.rows(table):
+            self._promote(warming, table, coldest_first[-(len(keys) // 2) :], limited=True)
 
     def _promote_hottest(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Copy rows of the CPU cache, the hottest first, to the GPUs."""

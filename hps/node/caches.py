@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -17,6 +17,7 @@ from hps.node.cache_fill import CacheFill
 from hps.node.cpu_cache_plan import (
     cache_memory,
     eviction_of,
+    is_cached,
     plan_rows,
     plan_rows_for_new_model,
 )
@@ -138,7 +139,7 @@ class NodeCaches:
         self._memory = MappedMemory(cache, self._stores.direct_file, memory_budget(settings))
         self._resources.callback(self._memory.close)
         tables = {table: self._stores.rows(table) for table in self._tables()}
-        plan = plan_rows(settings, tables, self._memory.fitting(tables))
+        plan = plan_rows(settings, tables, self._in_memory(tables))
         for table, rows in plan.items():
             cache.add_table(table, rows, eviction_of(settings, table))
         if chosen.snapshot.path is not None:
@@ -154,14 +155,20 @@ class NodeCaches:
             self._resources.callback(snapshots.close)
         return TierStatus(cache, cache.size, cache.capacity, facts=cache.status)
 
+    def _in_memory(self, tables: Iterable[EmbeddingTable]) -> set[EmbeddingTable]:
+        """Those of ``tables`` whose files lookups will read from memory."""
+        static = self._devices.static
+        chosen = (t for t in tables if is_cached(self._settings, t) and t not in static)
+        return set() if self._memory is None else self._memory.fitting(chosen)
+
     # -- rows --------------------------------------------------------------------------------------
 
     def fill(self, progress: Progress) -> None:
         """Fill the caches before the node is ready, and then in the background."""
 
-        def hot(table: EmbeddingTable, _rows: int) -> KeyArray:
+        def hot(table: EmbeddingTable, rows: int) -> KeyArray:
             keys = self._hot.get(table.id)
-            return np.empty(0, np.int64) if keys is None else keys[0]
+            return np.empty(0, np.int64) if keys is None else keys[0][:rows]
 
         tables = files_of(self._opened)
         if later := self._filling.at_start(CacheWarmup(self._writer, progress), tables, hot):
@@ -211,7 +218,7 @@ class NodeCaches:
             {table: self._stores.rows(table) for table in (*other_tables, *new)},
             new,
             {table: cache.capacity(table) for table in other_tables},
-            set() if self._memory is None else self._memory.fitting(new),
+            self._in_memory(new),
         )
         for table in new:
             cache.add_table(table, plan[table], eviction_of(self._settings, table))

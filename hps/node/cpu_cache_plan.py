@@ -37,7 +37,9 @@ def plan_rows(
     overrides = {table: _override(settings, table) for table in table_rows}
     if chosen.share is None:
         table_rows = {
-            table: max(_LEAST_CHANGED, rows // _CHANGED) if table in in_memory else rows
+            table: min(rows, max(_LEAST_CHANGED, rows // _CHANGED))
+            if table in in_memory and overrides[table].cache_share is None
+            else rows
             for table, rows in table_rows.items()
         }
     return plan_capacity(
@@ -76,6 +78,11 @@ def plan_rows_for_new_model(
         "models hold the rest of tiers.cpu_cache.capacity_bytes; the next start divides it again"
     )
     return {table: int(fraction * rows) for table, rows in plan.items()}, warning
+
+
+def is_cached(settings: Settings, table: EmbeddingTable) -> bool:
+    """False if the settings keep ``table`` out of the cache."""
+    return _override(settings, table).cache_rows != 0
 
 
 def eviction_of(settings: Settings, table: EmbeddingTable) -> Eviction | None:

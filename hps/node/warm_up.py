@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from hps.errors import HpsError
-from hps.lookup.request_sample import Sampled
+from hps.lookup.request_sample import NO_SAMPLE, Sampled
 from hps.node.served_versions import ServedModel, ServedModels
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
@@ -58,7 +58,9 @@ class _Round:
 def beside_requests(models: ServedModels) -> Iterator[None]:
     """Pace this thread's changes of versions, see `hps.threads.paced`, if ``models`` are requested."""
     with ExitStack() as pace:
-        if any(each.sample.requests() for each in models.versions):
+        samples = [each.sample for each in models.versions]
+        # Without samples (`models.warm_up_s` is 0) nothing says whether there are requests.
+        if any(each is NO_SAMPLE or each.requests() for each in samples):
             pace.enter_context(paced(_LOAD_SHARE))
         yield
 

@@ -45,6 +45,8 @@ class BackgroundWarmup:
                 return
             except HpsError as error:
                 log.warning("a step of the warm-up in the background failed: %s", error)
+            except Exception:  # such as a table that was dropped meanwhile: the others are filled
+                log.exception("a step of the warm-up in the background failed")
 
     @contextmanager
     def task(self, title: str, total: int, unit: str = "rows") -> Iterator[Callable[[int], None]]:

@@ -24,7 +24,7 @@ ReadVectors = Callable[[int, int], VectorArray]
 _CHUNK_ROWS = 16_384
 _LARGE_CHUNK_BYTES = 1 << 25
 """Bytes of rows per insert into a GPU cache: each insert is copied and waited for, which takes a while."""
-_SERVED_CHUNK_BYTES = 1 << 23
+_SERVED_CHUNK_BYTES, _SERVED_CHUNK_ROWS = 1 << 23, 1 << 16
 """The same while requests are served, whose copies to the device wait for those of the rows."""
 # A store reads 50,000 rows/s and more; after this long, lookups warm the rest.
 WARM_SECONDS = 20.0
@@ -98,7 +98,7 @@ class CacheWarmup:
         with self._progress.task(f"filling {table.name}", len(keys)) as step:
             chunk = _CHUNK_ROWS
             if cache is not None:
-                chunk = max(chunk, _SERVED_CHUNK_BYTES // table.row_bytes)
+                chunk = max(chunk, min(_SERVED_CHUNK_ROWS, _SERVED_CHUNK_BYTES // table.row_bytes))
             for start in range(0, len(keys), chunk):
                 if limited and _is_late(self._until, table, start, len(keys)):
                     return

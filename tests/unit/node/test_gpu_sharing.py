@@ -377,6 +377,17 @@ def test_keys_that_are_hot_rank_first_in_a_loaded_version(half):
         require_no_failed_promotion(node)
 
 
+def test_keys_that_are_hot_rank_first_where_all_rows_fit(config):
+    with serving(config, 1) as node:
+        until(lambda: rows_used(node) == ROWS)
+        gpu_of(node).evict(tables_of(node)[1], HOT)
+        make_hot(node)
+        node.load("m", 3, switch=False)
+        check(node, 3, 2 * rows_of(1), on_gpu=0.99)
+        table = tables_of(node)[3]
+        assert np.isin(HOT, gpu_of(node).top_k(table, ROWS // 3)[0]).mean() > 0.9
+
+
 def test_keys_of_the_snapshot_rank_first_after_a_start(half, device, monkeypatch, tmp_path):
     monkeypatch.setattr("hps.node.cache_fill._FIRST_BYTES", 0)
     half["tiers"]["cpu_cache"] = {"snapshot": {"path": str(tmp_path / "snapshot"), "keys": 20_000}}

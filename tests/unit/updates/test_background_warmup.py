@@ -2,16 +2,19 @@
 
 import threading
 
+import pytest
+
 from hps.errors import TierError
 from hps.updates.background_warmup import BackgroundWarmup
 from tests.support.waiting import until
 
 
-def test_a_failed_step_does_not_end_the_others(caplog):
+@pytest.mark.parametrize("error", [TierError("rocksdb", "no such file"), KeyError("no such file")])
+def test_a_failed_step_does_not_end_the_others(caplog, error):
     done = []
 
     def fail(_warming):
-        raise TierError("rocksdb", "no such file")
+        raise error
 
     warmup = BackgroundWarmup(None, [fail, lambda _warming: done.append("second")])
     until(lambda: done == ["second"])
