@@ -213,9 +213,10 @@ class CacheFill:
         coldest_first = np.ascontiguousarray(keys[::-1])
         if not at_start:
             self._promote(warming, table, coldest_first)
-        elif self._promote(warming, table, keys, limited=True) and replicas.capacity(
-            table
-        ) < self.stores.rows(table):
+            return
+        if not self._promote(warming, table, keys, limited=True):
+            return
+        if replicas.capacity(table) < self.stores.rows(table):
             self._promote(warming, table, coldest_first[-(len(keys) // 2) :], limited=True)
 
     def _promote_hottest(self, table: EmbeddingTable, keys: KeyArray) -> None:

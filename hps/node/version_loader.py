@@ -102,7 +102,7 @@ class VersionLoader:
         freshness = freshness_of(self._settings, found.name, node.metrics)
         served = parts.serving.serve(model, node.metrics, parts.devices.models, freshness)
         undo.callback(self._release_metrics, model)
-        times.end("requests")
+        times.end("request paths")
         rest()
         return LoadedModel(model, served, own, warning)
 
