@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from hps.array_inputs import device_number
 from hps.cuda.cuda_graph import CudaGraph, record
+from hps.cuda.device import CudaDevice
 from hps.cuda.loader import cupy
 from hps.errors import BadRequest
 from hps.native import COMPILED
@@ -55,7 +56,7 @@ class DeviceSpace:
 
     def __init__(self, device: int) -> None:
         self._cupy = cupy()
-        self.device = self._cupy.cuda.Device(device)
+        self.device = CudaDevice(device)
         self.number = device
         self._streams: queue.SimpleQueue[Any] = queue.SimpleQueue()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hps.cuda.device import CudaDevice
 from hps.cuda.launch import SCATTER_ARGS, UNANSWERED
 from hps.cuda.loader import KernelStruct, cupy
 from hps.cuda.scatter import ScatterInputs, scatter
@@ -37,7 +38,7 @@ class HostBridge:
     def __init__(self, inner: Tier, *, device: int = 0, workspaces: int = 4) -> None:
         self.inner = inner
         self.info = replace(inner.info, memory="cuda")
-        self._device = cupy().cuda.Device(device)
+        self._device = CudaDevice(device)
         self._spaces: queue.SimpleQueue[_BridgeBuffer | None] = queue.SimpleQueue()
         with self._device:
             for _ in range(workspaces):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.cuda.device import CudaDevice
 from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import cupy
 from hps.cuda.memory import allocate_buffers
@@ -33,7 +34,7 @@ class GpuTables:
 
     def __init__(self, device: int) -> None:
         self._cupy = cupy()
-        self._device = self._cupy.cuda.Device(device)
+        self._device = CudaDevice(device)
         self.space = DeviceSpace(device)
         self._tables: dict[EmbeddingTable, GpuTable] = {}
         self._common_rows: CommonRows | None = None

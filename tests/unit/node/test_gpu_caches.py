@@ -30,6 +30,7 @@ from hps.node import gpu_caches, gpu_models
 from hps.node.gpu_caches import device_count
 from hps.observability.metric_names import FEATURE_KEYS, GPU_MEMORY_TOTAL, LOOKUP_KEYS
 from hps.observability.profile import Profile
+from hps.tiers.base import FetchContext, Part
 from hps.tiers.gpu import device_space as gpu_space
 from hps.tiers.gpu import memory as gpu_memory
 from hps.tiers.gpu.memory import GpuMemoryUsage
@@ -625,6 +626,27 @@ def test_all_gpus_of_this_machine(open_node):
             same(node.predict("m", *features_and_dense), plain.predict("m", *features_and_dense))
     assert node.tiers[1].tier.rows(users) >= 499
     assert cupy().cuda.Device().id == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", ["lookup", "fetch"])
+def test_thread_without_a_cuda_context_looks_up(open_node, call):
+    """The driver refuses it, and calls that reuse a stream and memory make no call that would bind one."""
+    node, _ = open_node(gpus=None, gpu={"devices": [0], "share": 1.0})
+    users, keys = table_of(node, "users"), cupy().arange(100)
+    cache, out = node.model("m").on_devices[0].cache, cupy().empty((100, 4), np.float32)
+
+    def look_up():
+        if call == "lookup":
+            return node.lookup_on_device("m", {"user": keys}).vectors["user"].get()
+        part = Part(users, keys, out, None, None, np.arange(100))
+        cache.fetch([part], FetchContext())
+        return out.get()
+
+    for _ in range(3):
+        expected = look_up()
+    with ThreadPoolExecutor(1) as thread:
+        np.testing.assert_array_equal(thread.submit(look_up).result(), expected)
 
 
 @pytest.mark.gpu

@@ -248,7 +248,8 @@ def test_versions_that_stay_keep_their_rows(config):
         until(lambda: rows_used(node) == ROWS)
         node.load("m", 2)
         node.unload("m", 1)
-        until(lambda: list(tables_of(node)) == [2])
+        # Lookups miss a table before its rows are removed.
+        until(lambda: list(tables_of(node)) == [2] and rows_used(node) <= ROWS)
         check(node, 2, rows_of(2), on_gpu=0.97)
         assert 0.97 * ROWS <= rows_used(node) <= ROWS
         node.load("m", 1, switch=False)
@@ -344,9 +345,9 @@ def half(config, monkeypatch):
     return config
 
 
-def share_of_hot(node, version):
-    """The share of `HOT` keys among the hottest of a version."""
-    return np.isin(HOT, gpu_of(node).top_k(tables_of(node)[version], 1000)[0]).mean()
+def share_of_hot(node, version, n=1000):
+    """The share of `HOT` keys that are among the ``n`` hottest of a version."""
+    return np.isin(HOT, gpu_of(node).top_k(tables_of(node)[version], n)[0]).mean()
 
 
 def make_hot(node):
@@ -383,9 +384,8 @@ def test_keys_that_are_hot_rank_first_where_all_rows_fit(config):
         gpu_of(node).evict(tables_of(node)[1], HOT)
         make_hot(node)
         node.load("m", 3, switch=False)
+        assert share_of_hot(node, 3, ROWS // 3) > 0.9
         check(node, 3, 2 * rows_of(1), on_gpu=0.99)
-        table = tables_of(node)[3]
-        assert np.isin(HOT, gpu_of(node).top_k(table, ROWS // 3)[0]).mean() > 0.9
 
 
 def test_keys_of_the_snapshot_rank_first_after_a_start(half, device, monkeypatch, tmp_path):
@@ -398,7 +398,7 @@ def test_keys_of_the_snapshot_rank_first_after_a_start(half, device, monkeypatch
         until(is_filled)
         require_no_failed_promotion(node)
         if device is None:  # a twin's rank is the order in which keys came
-            assert share_of_hot(node, 1) > 0.9
+            assert share_of_hot(node, 1, 10_000) > 0.9  # the hottest half has one score
 
 
 @pytest.mark.parametrize("hot", [0, 3000])
