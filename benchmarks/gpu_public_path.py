@@ -3,10 +3,10 @@
 Keys are random among all rows of a table, on the device or on the host; vectors stay on the device. Times
 are those of whole calls by the host's clock, medians, with an idle device before each. `direct` is
 `cache.direct`, which launches the kernel for device keys, and a wait for its end. The host's time of a call
-is its time less the time in which it waits for the device; `bare launch` is that of the driver's calls alone,
-a launch and an event, which the machine decides. Calls with host keys are compared with `direct` and a copy
-of the keys over the bus before it: from pinned memory, or from ordinary memory (`cupy.asarray`), where
-callers have them. Rows missing on the device are in the CPU cache."""
+is its time less the time in which it waits for the device, while calls follow one another; `bare launch` is
+that of the driver's calls alone, a launch and an event, which the machine decides. Calls with host keys are
+compared with `direct` and a copy of the keys over the bus before it: from pinned memory, or from ordinary
+memory (`cupy.asarray`), where callers have them. Rows missing on the device are in the CPU cache."""
 
 from __future__ import annotations
 
@@ -112,7 +112,11 @@ class Calls:
 
     def __init__(self, opened: Opened, n: int, seed: int) -> None:
         cp, rng = cupy(), np.random.default_rng(seed)
-        self.opened, self.n, self.count = opened, n, 20 if n > LARGE else 100
+        self.opened, self.n, self.count = (
+            opened,
+            n,
+            20 if n > LARGE else 100,
+        )
         self.held = opened.cache.held(opened.table)
         self.host = [rng.integers(0, opened.rows, n) for _ in range(SETS)]
         self.device = [cp.asarray(keys) for keys in self.host]

@@ -20,7 +20,7 @@ from hps.errors import DeadlineExceeded, Unavailable
 SWITCH_S = 1e-4
 """Interval of `sys.setswitchinterval` for processes in which a thread works beside requests: these need not
 wait for Python's usual 5 ms."""
-_SHORTEST_REST_S, _LONGEST_REST_S = 2e-4, 0.05
+_SHORTEST_REST_S, _LONGEST_REST_S = 2e-4, 0.2
 T = TypeVar("T")
 U = TypeVar("U")
 _pace = threading.local()
@@ -42,7 +42,7 @@ def paced(share: float) -> Iterator[None]:
 
 
 def rest() -> None:
-    """Sleep as the thread is `paced`, at most 50 ms; does nothing in other threads."""
+    """Sleep as the thread is `paced`, at most 200 ms; does nothing in other threads."""
     sleeps = getattr(_pace, "sleeps", 0.0)
     if not sleeps:
         return

@@ -7,6 +7,14 @@ import threading
 from hps.cuda.loader import cupy
 
 
+class _Thread(threading.local):
+    """Of one thread: the devices that were current before its blocks, and whether it has the context."""
+
+    def __init__(self) -> None:
+        self.former: list[int] = []
+        self.is_bound = False
+
+
 class CudaDevice:
     """Makes device ``id`` the thread's current one within a block. Thread-safe, and may be nested.
 
@@ -15,19 +23,26 @@ class CudaDevice:
 
     def __init__(self, number: int) -> None:
         self.id = number
-        self._device = cupy().cuda.Device(number)
-        self._thread = threading.local()
+        self._runtime = cupy().cuda.runtime
+        self._thread = _Thread()
 
     def __enter__(self) -> CudaDevice:
-        self._device.__enter__()
-        if not hasattr(self._thread, "is_bound"):
-            cupy().cuda.runtime.free(0)  # binds the context, and frees nothing
-            self._thread.is_bound = True
+        thread, runtime = self._thread, self._runtime
+        former = runtime.getDevice()
+        thread.former.append(former)
+        if former != self.id:
+            runtime.setDevice(self.id)
+        if not thread.is_bound:
+            runtime.free(0)  # binds the context, and frees nothing
+            thread.is_bound = True
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._device.__exit__(*error)
+    def __exit__(self, *_error: object) -> None:
+        former = self._thread.former.pop()
+        if self._runtime.getDevice() != former:  # also if a library has changed it
+            self._runtime.setDevice(former)
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""
-        self._device.synchronize()
+        with self:
+            self._runtime.deviceSynchronize()

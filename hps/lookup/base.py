@@ -39,6 +39,11 @@ class Feature:
         """The request's name for the keys."""
         return self.keys_of or self.name
 
+    @property
+    def shifts(self) -> bool:
+        """Whether `shift` changes keys."""
+        return bool(self.key_offset) or self.table.key_bits != 64
+
     def shift(self, keys: KeyArray) -> KeyArray:
         """Convert this feature's keys to the table's.
 

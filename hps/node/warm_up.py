@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 # Another round must raise the hit rate by a point, or lower the median latency by a tenth.
 _HIT_RATE_STEP, _LATENCY_STEP = 0.01, 0.1
-_PART = 32
+_PART = 16
 # Requests that were not replayed yet would find their rows in memory as well.
 _WARM = 1 - _HIT_RATE_STEP
 _MOST_REPEATS = 2  # the same requests once more bring nothing more into memory
@@ -35,7 +35,7 @@ _MOST_REPEATS = 2  # the same requests once more bring nothing more into memory
 # is this thread's own time: under load a replay mostly waits, and must not take more because of it.
 _LEAST_SHARE, _MOST_SHARE = 0.03, 0.25
 _DEADLINE_S = 1.0
-_LOAD_SHARE = 0.2
+_LOAD_SHARE = 0.05
 _IN_MEMORY = {each.name.lower() for each in (Source.GPU, Source.CPU, Source.MEMORY)}
 
 

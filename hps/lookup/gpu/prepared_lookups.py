@@ -58,9 +58,10 @@ def array_signature(features: Mapping[str, Any], space: Any) -> Signature | None
         on_host = type(keys) is np.ndarray
         if not on_host and not space.holds(keys):
             return None
-        if keys.dtype != _INT64 or keys.strides != _FLAT or not len(keys):
+        n = len(keys)
+        if keys.dtype != _INT64 or keys.strides != _FLAT or not n:
             return None
-        found.append((name, len(keys), len(keys), on_host))
+        found.append((name, n, n, on_host))
     return tuple(found)
 
 
@@ -75,6 +76,8 @@ class _PreparedPooled:
     bags: list[DeviceBags]
     ordered: Any
     """An event, see `DeviceSpace.after_current`."""
+    shifts: bool
+    """Whether any feature's keys differ from its table's."""
     fetched: FilledFetch | None = None
 
 
@@ -127,7 +130,8 @@ class PreparedDeviceLookups:
                 prepared = self._prepare(features, keys or [JaggedKeys(k, len(k)) for k in arrays])
             waits = True
             try:
-                arrays = [f.shift(mine) for f, mine in zip(features, arrays, strict=True)]
+                if prepared.shifts:
+                    arrays = [f.shift(mine) for f, mine in zip(features, arrays, strict=True)]
                 if isinstance(prepared, PreparedVectors):
                     result = self._look_up_vectors(prepared, features, arrays, stream, deadline)
                     waits = False
@@ -248,4 +252,5 @@ class PreparedDeviceLookups:
             bags.append(DeviceBags(feature, n, n // shape[0], out, there))
             places.append((feature.name, at, shape, dtype))
         pooled, ordered = prepared_pooling(self._device, bags), self._space.event()
-        return _PreparedPooled(pooled, block, size, places, bags, ordered)
+        shifts = any(feature.shifts for feature in features)
+        return _PreparedPooled(pooled, block, size, places, bags, ordered, shifts)

@@ -32,7 +32,8 @@ _GPU, _DEFAULT = int(Source.GPU), int(Source.DEFAULT)
 class PreparedVectors:
     """A prepared fetch into one block, and each feature's place in it.
 
-    ``ordered``: an event, see `DeviceSpace.after_current`.
+    ``ordered``: an event, see `DeviceSpace.after_current`. ``shifts``: whether any feature's keys differ from
+    its table's.
     ``finished`` and ``observe`` count a lookup that the device answered alone, given its seconds."""
 
     fetch: Any
@@ -42,6 +43,7 @@ class PreparedVectors:
     sizes: NDArray[np.int64]
     finished: Callable[[float], None]
     observe: Callable[[float], None]
+    shifts: bool
 
 
 class VectorLookups:
@@ -82,6 +84,7 @@ class VectorLookups:
             np.array(sizes),
             self._meter.finished_alike(answers),
             _observer(self._observe, found),
+            any(feature.shifts for feature in features),
         )
 
     def lookup(

@@ -35,6 +35,7 @@ class Memory {
  private:
   void map_private(const MemoryKind& kind);
   void map_file(const MemoryKind& kind);
+  void populate_huge_pages();
   void bind(int numa_node);
 
   void* mapped_ = nullptr;
