@@ -44,7 +44,7 @@ _DATATYPE_OF = {
 }
 _WARM_BATCH = 64
 # Beside other work, few of the runs are undisturbed.
-_WARM_RUNS, _MOST_WARM_RUNS, _WARM_S = 5, 20, 0.02
+_WARM_RUNS, _MOST_WARM_RUNS, _WARM_S = 5, 10, 0.01
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,7 +106,7 @@ class CacheFill:
                 keys = table.narrow(hot(table, files.rows // _RANKED))
                 # Some of them may not be in the files, and must not count as rows of these.
                 self._fill_gpus(warming, table, files, keys, files.rows + len(keys))
-                self._promote(warming, table, np.ascontiguousarray(keys[::-1]))
+                self._promote(warming, table, [np.ascontiguousarray(keys[::-1])], len(keys))
                 on_gpu = 0
             rows = min(files.rows, max(on_gpu, in_memory))
             keys = hot(table, rows) if rows else _NO_KEYS
@@ -155,7 +155,14 @@ class CacheFill:
         rows: int,
     ) -> None:
         """Put rows from the start of the files into the GPU caches, to ``rows`` with the keys ``there``."""
-        missing, there = rows - len(there), np.sort(there)
+        missing = rows - len(there)
+        blocks = self._first_keys(table, files, np.sort(there), missing)
+        self._promote(warming, table, blocks, min(missing, files.rows))
+
+    def _first_keys(
+        self, table: EmbeddingTable, files: TableFiles, there: KeyArray, missing: int
+    ) -> Iterator[KeyArray]:
+        """Yield the first ``missing`` keys of the files, without those in ``there``, sorted."""
         for start in range(0, files.rows, _BLOCK_ROWS):
             keys = table.narrow(files.keys(start, min(files.rows, start + _BLOCK_ROWS)))
             if len(there):
@@ -163,22 +170,37 @@ class CacheFill:
                 keys = keys[there[at] != keys]
             keys = keys[:missing]
             missing -= len(keys)
-            if not self._promote(warming, table, keys) or not missing:
+            yield keys
+            if not missing:
                 return
 
     def _promote(
-        self, warming: CacheWarmup, table: EmbeddingTable, keys: KeyArray, *, limited: bool = False
+        self,
+        warming: CacheWarmup,
+        table: EmbeddingTable,
+        blocks: Iterable[KeyArray],
+        total: int,
+        *,
+        limited: bool = False,
     ) -> bool:
-        """Put a mapped table's rows of ``keys`` into the GPU caches; return whether the table is still there.
+        """Put a mapped table's rows of ``blocks`` of keys, ``total`` in all, into the GPU caches.
 
-        They are read from the disk here, so that the thread that writes the caches need not wait."""
-        for start in range(0, len(keys), _BLOCK_ROWS):
-            some = keys[start : start + _BLOCK_ROWS]
-            self.stores.populate(table, some)
-            warming.promote_into(table, some, self.devices.replicas, limited=limited)
-            if table not in self.stores.tables:
-                return False
+        Returns whether the table is still there."""
+        read = self._populated(table, blocks)
+        warming.promote_into(table, read, total, self.devices.replicas, limited=limited)
         return table in self.stores.tables
+
+    def _populated(self, table: EmbeddingTable, blocks: Iterable[KeyArray]) -> Iterator[KeyArray]:
+        """Yield pieces of ``blocks`` while the table is there, after their rows were read from the disk.
+
+        They are read here, so that the thread that writes the caches need not wait."""
+        for keys in blocks:
+            for start in range(0, len(keys), _BLOCK_ROWS):
+                if table not in self.stores.tables:
+                    return
+                some = keys[start : start + _BLOCK_ROWS]
+                self.stores.populate(table, some)
+                yield some
 
     def _fill_table(
         self,
@@ -212,12 +234,13 @@ class CacheFill:
         # Keys that are inserted later get higher scores.
         coldest_first = np.ascontiguousarray(keys[::-1])
         if not at_start:
-            self._promote(warming, table, coldest_first)
+            self._promote(warming, table, [coldest_first], len(keys))
             return
-        if not self._promote(warming, table, keys, limited=True):
+        if not self._promote(warming, table, [keys], len(keys), limited=True):
             return
         if replicas.capacity(table) < self.stores.rows(table):
-            self._promote(warming, table, coldest_first[-(len(keys) // 2) :], limited=True)
+            hottest = coldest_first[-(len(keys) // 2) :]
+            self._promote(warming, table, [hottest], len(hottest), limited=True)
 
     def _promote_hottest(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Copy rows of the CPU cache, the hottest first, to the GPUs."""

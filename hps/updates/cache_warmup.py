@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -82,29 +82,33 @@ class CacheWarmup:
         """Put the stores' rows of ``keys (n,)`` into the caches, however long it takes.
 
         In the order of the keys, in which RocksDB reads them ten times as fast as at random."""
-        self.promote_into(table, np.sort(dedup(keys)[0]))
+        keys = np.sort(dedup(keys)[0])
+        self.promote_into(table, [keys], len(keys))
 
     def promote_into(
         self,
         table: EmbeddingTable,
-        keys: KeyArray,
+        blocks: Iterable[KeyArray],
+        total: int,
         cache: Tier | None = None,
         *,
         limited: bool = False,
     ) -> None:
-        """Put the stores' rows of ``keys (n,)``, each key once, into ``cache``, on GPUs, or into all caches.
+        """Put the stores' rows of ``blocks`` of keys, ``total`` in all, each once, into the caches.
 
-        ``limited``: at most until ``limit_s`` after the warm-up began."""
-        with self._progress.task(f"filling {table.name}", len(keys)) as step:
-            chunk = _CHUNK_ROWS
-            if cache is not None:
-                chunk = max(chunk, min(_SERVED_CHUNK_ROWS, _SERVED_CHUNK_BYTES // table.row_bytes))
-            for start in range(0, len(keys), chunk):
-                if limited and _is_late(self._until, table, start, len(keys)):
-                    return
-                some = keys[start : start + chunk]
-                self._writer.promote_at_once(table, some, cache).result()
-                step(len(some))
+        ``cache``: only into this one, on GPUs. ``limited``: not later than ``limit_s`` after the begin."""
+        done, chunk = 0, _CHUNK_ROWS
+        if cache is not None:
+            chunk = max(chunk, min(_SERVED_CHUNK_ROWS, _SERVED_CHUNK_BYTES // table.row_bytes))
+        with self._progress.task(f"filling {table.name}", total) as step:
+            for keys in blocks:
+                for start in range(0, len(keys), chunk):
+                    if limited and _is_late(self._until, table, done, total):
+                        return
+                    some = keys[start : start + chunk]
+                    self._writer.promote_at_once(table, some, cache).result()
+                    done += len(some)
+                    step(len(some))
 
     def hottest(
         self, table: EmbeddingTable, keys: KeyArray, cache: Tier, *, mapped: bool = False
