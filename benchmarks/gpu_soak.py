@@ -52,6 +52,7 @@ def run(options: Options) -> Report:
         else workers,
         kill_every_s=1.5 if quick else 3.0,
         batch=64 if quick else 1024,
+        share=extra.get("share") or 1.0,
         callers=4 if quick else 32,
         gpu=gpu,
     )
@@ -80,6 +81,7 @@ BENCHMARK = Benchmark(
         "--keys": {"type": float, "help": "to check in the cache (default 1e10)"},
         "--seconds": {"type": float, "help": "of the server's part (default 120)"},
         "--workers": {"type": int, "help": "of the server (default: one per core, at most 8)"},
+        "--share": {"type": float, "help": "of the server's rows that the GPU has (default 1)"},
         "--parts": {"help": "some of cache,server, separated by commas (default: both)"},
     },
 )

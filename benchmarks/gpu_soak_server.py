@@ -94,6 +94,8 @@ class ServerSoak:
     batch: int
     callers: int
     gpu: bool
+    share: float = 1.0
+    """Of each table's rows, in the GPU cache: the others are missed there."""
     spoil: bool = False
 
 
@@ -103,9 +105,7 @@ def soak_server(report: Report, plan: ServerSoak) -> None:
         folder = Path(temporary)
         write_soak_model(folder)
         updates = folder / "updates"
-        tiers = {
-            "gpu": {"use": "required", "capacity_bytes": 1 << 30} if plan.gpu else {"use": "off"}
-        }
+        tiers = {"gpu": {"use": "required", "share": plan.share} if plan.gpu else {"use": "off"}}
         with on_cores(cores.server):
             started = start_hps(
                 folder,

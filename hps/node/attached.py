@@ -134,6 +134,16 @@ def _find_node(path: Path, wait_s: float, progress: Progress) -> dict[str, Any]:
             connections = NodeConnectionPool(path)
 
 
+def _without_gpu(settings: Settings) -> Settings:
+    """The settings for networks that an attached process runs itself, since the node's GPU does not.
+
+    Each such process would take a CUDA context, some hundred MB of the GPU's memory."""
+    dense = settings.dense
+    if settings.tiers.gpu.use == "off" or dense.provider != "auto" or dense.precision != "float32":
+        return settings
+    return settings.model_copy(update={"dense": dense.model_copy(update={"provider": "cpu"})})
+
+
 class _AttachBuilder:
     """Builds an attached process; ``resources`` closes its parts in reverse."""
 
@@ -145,6 +155,7 @@ class _AttachBuilder:
         resources: ExitStack,
     ) -> None:
         self._configuration, self._settings = configuration, configuration.settings
+        self._for_networks = _without_gpu(self._settings)
         self._path, self._description, self._resources = path, description, resources
         self._metrics = metrics = Metrics()
         self._opened: list[OpenedModel] = []
@@ -199,7 +210,7 @@ class _AttachBuilder:
             scheduled = self._scheduler.find(name, number)
             network = None if scheduled is None else scheduled.network
             others = [each for each in self._opened if each.version.version != number]
-            model = open_model(version, self._settings, own, network, tables_of(others))
+            model = open_model(version, self._for_networks, own, network, tables_of(others))
             self._opened.append(model)
             own.callback(self._closed, model)
             rest()

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakMethod
 
 from hps import native
@@ -18,11 +18,12 @@ from hps.config.schema import Settings
 from hps.cuda.memory import release_unused
 from hps.dense.lanes import DeviceLanes
 from hps.dense.onnx import OnnxModel
-from hps.errors import ModelError
+from hps.errors import ConfigError, ModelError
 from hps.lookup.engine import Promote
 from hps.lookup.gpu.device_lookup import DeviceLookup
 from hps.lookup.gpu.miss_fill import HostCaches
 from hps.native import WorkerPool
+from hps.node.gpu_plan import is_kept_out
 from hps.node.gpu_scheduler import NodeScheduler
 from hps.node.model_opening import OpenedModel
 from hps.observability.meters import LookupMeter, TierMeter
@@ -40,6 +41,13 @@ from hps.tiers.wrappers import MeteredTier, PromotingTier
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class _Unscheduled(NamedTuple):
+    """Why a model does not run in common batches; ``is_chosen``: the configuration says so for this model."""
+
+    why: str
+    is_chosen: bool = False
 
 
 class GpuModels:
@@ -167,13 +175,17 @@ class GpuModels:
 
     def _report_lanes(self, model: str, error: ModelError) -> None:
         """Log that ``model`` is predicted without lanes; raise ``error`` if the network must use them."""
-        if self._settings.dense.provider != "auto":
+        workers = self._settings.server.workers
+        if self._settings.dense.provider != "auto" or (workers and self._chosen.use == "required"):
             raise error
         log.warning(
-            "model %s: a GPU has no memory for the network's lanes (%s); predictions copy their vectors "
-            "through the host. Lower dense.lanes or tiers.gpu.capacity_bytes",
+            "model %s: a GPU has no memory for the network's lanes (%s); %s. Lower dense.lanes or "
+            "tiers.gpu.capacity_bytes",
             model,
             error,
+            "each worker predicts from the CPU cache, on the CPU"
+            if workers
+            else "predictions copy their vectors through the host",
         )
 
     def schedule(
@@ -190,13 +202,9 @@ class GpuModels:
         network = model.dense
         if self.replicas is None or model.spec.dense is None:
             return
-        if (why := self._unscheduled_because(model)) is not None:
+        if (reason := self._unscheduled_because(model)) is not None:
             if self._settings.server.workers:
-                log.warning(
-                    "model %s: workers cannot use the GPU cache: %s; each predicts from the CPU cache",
-                    model.lookup.name,
-                    why,
-                )
+                self._report_unscheduled(model.lookup.name, reason)
             return
         assert isinstance(network, OnnxModel)
         assert self.scheduler is not None
@@ -208,17 +216,35 @@ class GpuModels:
         except ModelError as error:
             self._report_lanes(model.lookup.name, error)
 
-    def _unscheduled_because(self, model: OpenedModel) -> str | None:
+    def _unscheduled_because(self, model: OpenedModel) -> _Unscheduled | None:
         """Return why the scheduler cannot run the model; None if it can."""
         assert self.replicas is not None
         for table in model.tables.values():
             if not self.replicas.capacity(table):
-                return f"table {table.name} has no rows there (gpu_rows, gpu_share, tiers.gpu)"
+                why = f"table {table.name} has no rows there (gpu_rows, gpu_share, tiers.gpu)"
+                return _Unscheduled(why, is_chosen=is_kept_out(self._settings, table))
         if not isinstance(model.dense, OnnxModel):
-            return "Triton runs its network (dense.triton)"
+            return _Unscheduled("Triton runs its network (dense.triton)", is_chosen=True)
         if not runs_on_gpu(model.dense):
-            return "its network runs on the CPU"
-        return None if self.schedules() else "dense.scheduler is off, or the compiled core missing"
+            is_chosen = self._settings.dense.provider == "cpu"
+            return _Unscheduled("its network runs on the CPU", is_chosen=is_chosen)
+        if self.schedules():
+            return None
+        return _Unscheduled("dense.scheduler is off, or the compiled core missing")
+
+    def _report_unscheduled(self, model: str, reason: _Unscheduled) -> None:
+        """Warn that workers predict ``model`` without the GPU; an error if the GPU is required."""
+        if self._chosen.use == "required" and not reason.is_chosen:
+            raise ConfigError(
+                f"tiers.gpu.use is required, but workers cannot use the GPU cache for model {model}: "
+                f"{reason.why}; correct that, set tiers.gpu.use to auto, or serve without workers"
+            )
+        log.warning(
+            "model %s: workers cannot use the GPU cache: %s; each predicts from the CPU cache, and runs the "
+            "network on the CPU if dense.provider is auto",
+            model,
+            reason.why,
+        )
 
     def schedules(self) -> bool:
         """Return whether predictions run in common batches."""

@@ -100,10 +100,18 @@ def check_memory(plan: Plan, free_bytes: Mapping[int, int], free_host_bytes: int
     check_pinned(plan, len(free_bytes), free_host_bytes)
 
 
+def is_kept_out(settings: Settings, table: EmbeddingTable) -> bool:
+    """True if the settings keep ``table`` out of the GPU caches."""
+    return _override(settings, table).gpu_rows == 0
+
+
+def _override(settings: Settings, table: EmbeddingTable) -> TableOverride:
+    override = (settings.models.serve or {}).get(table.model) or ModelOverride()
+    return override.tables.get(table.name) or TableOverride()
+
+
 def _table_request(settings: Settings, table: EmbeddingTable, rows: int) -> GpuTableRequest:
-    chosen, models = settings.tiers.gpu, settings.models.serve or {}
-    override = models.get(table.model) or ModelOverride()
-    own = override.tables.get(table.name) or TableOverride()
+    chosen, own = settings.tiers.gpu, _override(settings, table)
     static = chosen.static if own.gpu_static is None else own.gpu_static
     policy = _POLICIES[own.gpu_eviction or chosen.eviction]
     return GpuTableRequest(rows, own.gpu_rows, own.gpu_share, policy, static)

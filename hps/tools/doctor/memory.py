@@ -62,7 +62,7 @@ def gpus(settings: Settings, files: Files) -> Iterator[DoctorCheck]:
             yield DoctorCheck(name, "WARN", f"rows are served from the CPU cache: {why}", remedy)
         return
     verdict: Verdict = "FAIL" if wanted.use == "required" else "WARN"
-    cuda, needed = cupy().cuda, device_bytes(planned(settings, files))
+    cuda = cupy().cuda
     there = cuda.runtime.getDeviceCount()
     for number in wanted.devices:
         if number >= there:
@@ -70,6 +70,7 @@ def gpus(settings: Settings, files: Files) -> Iterator[DoctorCheck]:
             yield DoctorCheck(name, verdict, f"device {number} of {there} (from 0 on)", remedy)
             continue
         free, total = cuda.Device(number).mem_info
+        needed = device_bytes(planned(settings, files, total))
         found = f"device {number}: {size(free)} of {size(total)} free, the rows take {size(needed)}"
         if needed <= total:
             yield DoctorCheck(name, "OK", found)
@@ -88,11 +89,12 @@ def cache_bytes(settings: Settings, table_bytes: int) -> int:
     return min(cache.capacity_bytes, table_bytes) if table_bytes else cache.capacity_bytes
 
 
-def planned(settings: Settings, files: Files) -> Plan:
-    """The GPU caches of a start, in which versions may share rows."""
+def planned(settings: Settings, files: Files, free_bytes: int | None = None) -> Plan:
+    """The GPU caches of a start on a GPU with ``free_bytes``, in which versions may share rows."""
     from hps.node.gpu_sharing import find_joins, may_share, plan_shared
 
-    return plan_shared(settings, files, find_joins(files, {}) if may_share(settings) else {})
+    joins = find_joins(files, {}) if may_share(settings) else {}
+    return plan_shared(settings, files, joins, free_bytes)
 
 
 def pinned_bytes(settings: Settings, files: Files) -> int:

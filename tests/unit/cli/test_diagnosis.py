@@ -434,13 +434,15 @@ def test_rows_that_versions_share_are_counted_once(tmp_path: Path) -> None:
         ("required", {"share": 1.0, "static": True}, "OK"),
         ("required", {"capacity_bytes": 1 << 50, "devices": [1]}, "FAIL"),
         ("auto", {"capacity_bytes": 1 << 50, "devices": [1]}, "WARN"),
+        # A start takes fewer slots where all of them would not fit.
+        ("required", {"capacity_bytes": 1 << 50, "devices": [2]}, "OK"),
     ],
 )
 def test_gpu_check_compares_the_planned_bytes_with_the_gpu(
     monkeypatch: pytest.MonkeyPatch, use: str, gpu: dict[str, object], verdict: str
 ) -> None:
-    sizes = {0: (10, 30_000_000), 1: (10, 3_000_000)}
-    count = SimpleNamespace(getDeviceCount=lambda: 2)
+    sizes = {0: (10, 30_000_000), 1: (10, 3_000_000), 2: (10, 17_500_000)}
+    count = SimpleNamespace(getDeviceCount=lambda: 3)
     cuda = SimpleNamespace(Device=lambda n: SimpleNamespace(mem_info=sizes[n]), runtime=count)
     monkeypatch.setattr("hps.cuda.loader.missing_requirement", lambda: None)
     monkeypatch.setattr("hps.cuda.loader.cupy", lambda: SimpleNamespace(cuda=cuda))

@@ -957,6 +957,26 @@ def test_model_that_workers_cannot_predict_on_the_gpu_is_a_warning(open_node, ca
     assert "workers cannot use" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("given", "starts"),
+    [
+        ({"dense": {"scheduler": False}}, False),
+        ({"tables": {"users": {"gpu_rows": 0}}}, True),
+    ],
+)
+def test_required_gpu_that_workers_cannot_use_is_an_error_unless_it_is_chosen(
+    open_node, given, starts
+):
+    required = {"gpu": {"use": "required", "share": 1.0}, "server": {"workers": 2}}
+    if starts:
+        open_node(**required, **given)
+        return
+    with pytest.raises(
+        ConfigError, match=r"is required, but workers cannot use .*scheduler is off"
+    ):
+        open_node(**required, **given)
+
+
 @pytest.mark.parametrize("provider", ["auto", "cpu"])
 def test_network_on_the_cpu_beside_a_gpu_cache_is_a_warning_unless_configured(
     open_node, caplog, monkeypatch, provider

@@ -1,13 +1,15 @@
-"""Predictions of a node and of attached processes in common batches on a GPU's twin."""
+"""Predictions of a node and of attached processes in common batches, on a GPU and on a twin of it."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from hps.config.model_schema import ModelSpec
 from hps.errors import BadRequest, DeadlineExceeded, ModelError, Unavailable
 from hps.models.version_writer import write_version
 from hps.native import COMPILED
+from hps.node import model_opening
 from hps.observability import metric_names as m
 from hps.predict.scheduler.channel_socket import NODE_ENDED, connect
 from hps.predict.scheduler.client import SchedulerClient
@@ -31,12 +34,14 @@ from tests.unit.node.test_gpu_caches import (  # noqa: F401 # fixtures
     network,
     open_node,
     request_of,
+    require_network_on_gpu,
     rows,
     same,
     table_of,
 )
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="the scheduler is part of the compiled core")
+ROOT = Path(__file__).parents[3]
 HOTNESS = {"item": 3, "seen": 2}
 
 
@@ -52,12 +57,34 @@ def repository(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(params=["twin", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
 @pytest.fixture
-def attached(open_node, repository, tmp_path):  # noqa: F811
-    """A node with a GPU's twin, a process that is attached to it, a node without GPU, and the cache."""
+def open_with_gpu(open_node, device, tmp_path):  # noqa: F811
+    """Opens a node with a GPU, or its twin; returns it with its GPU cache."""
+
+    def open_it():
+        node, _ = open_node(
+            gpus=1 if device == "twin" else None,
+            gpu={"share": 0.5, "use": "required"},
+            cpu={"shared": {"name": "test", "folder": str(tmp_path)}, "share": 1.0},
+            server={"runtime": str(tmp_path / "run")},
+        )
+        require_network_on_gpu(node)
+        return node, node.model("m").on_devices[0].cache
+
+    return open_it
+
+
+@pytest.fixture
+def attached(open_node, open_with_gpu, repository, tmp_path):  # noqa: F811
+    """A node with a GPU, a process that is attached to it, a node without one, and the cache."""
     runtime = {"runtime": str(tmp_path / "run")}
     shared = {"shared": {"name": "test", "folder": str(tmp_path)}, "share": 1.0}
-    node, (cache,) = open_node(gpu={"share": 0.5}, cpu=shared, server=runtime)
+    node, cache = open_with_gpu()
     config = {
         "models": {"repository": str(repository)},
         "tiers": {
@@ -67,16 +94,17 @@ def attached(open_node, repository, tmp_path):  # noqa: F811
         "server": runtime,
     }
     with hps.attach(config) as process:
-        yield node, process, open_node(gpus=None, gpu={"use": "off"})[0], cache
+        off = {"gpu": {"use": "off"}, "dense": {"provider": "cpu"}}
+        yield node, process, open_node(gpus=None, **off)[0], cache
 
 
 @pytest.mark.parametrize("batch", [1, 3, 40, 700, 5000])
 def test_attached_predictions_equal_host_predictions(attached, batch):
-    _, process, plain, cache = attached
+    node, process, plain, _ = attached
     asked = request_of(np.arange(200), batch)
-    pooled = cache.pooled
+    before = counted(node, m.SCHEDULER_SAMPLES, "m", "1")
     same(process.predict("m", *asked), plain.predict("m", *asked))
-    assert cache.pooled > pooled
+    assert counted(node, m.SCHEDULER_SAMPLES, "m", "1") - before == batch
 
 
 def test_concurrent_requests_of_all_sizes_get_their_own_scores(attached):
@@ -165,6 +193,30 @@ def test_top_k_and_outputs_are_applied_where_the_request_came_from(attached):
     same(process.predict("m", *asked, top_k=5), plain.predict("m", *asked, top_k=5))
 
 
+@pytest.mark.parametrize(("use", "provider"), [("auto", "cpu"), ("off", "auto")])
+def test_network_that_the_node_does_not_run_takes_no_gpu_memory_in_attached_processes(
+    open_node,  # noqa: F811
+    repository,
+    tmp_path,
+    monkeypatch,
+    use,
+    provider,
+):
+    """Each process would have a CUDA context."""
+    runtime = {"runtime": str(tmp_path / "run")}
+    open_node(gpus=None, gpu={"use": "off"}, server=runtime)
+    opened, real = [], model_opening.open_network
+
+    def open_network(network, settings, device):
+        opened.append(settings.provider)
+        return real(network, settings, device)
+
+    monkeypatch.setattr(model_opening, "open_network", open_network)
+    models = {"repository": str(repository)}
+    with hps.attach({"models": models, "tiers": {"gpu": {"use": use}}, "server": runtime}):
+        assert opened == [provider]
+
+
 def test_errors_of_the_node_keep_their_kind(attached):
     _, process, _, _ = attached
     features, dense = request_of(np.arange(200), 3)
@@ -186,6 +238,54 @@ def test_end_of_the_node_fails_requests_at_once(attached):
     with pytest.raises(Unavailable, match=NODE_ENDED):
         process.predict("m", *request_of(np.arange(200), 1))
     assert time.monotonic() - started < 1
+
+
+_NODE = """
+import json
+import sys
+import time
+import pytest
+import hps
+from tests.support import twin_device
+
+if sys.argv[2] == "twin":
+    twin_device.install(pytest.MonkeyPatch(), 1)
+node = hps.open(json.loads(sys.argv[1]))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_kill_of_the_node_fails_requests_in_flight_at_once(device, repository, tmp_path):
+    config = {
+        "models": {"repository": str(repository), "warm_up_s": 0},
+        "tiers": {
+            "gpu": {"use": "required", "share": 1.0},
+            "cpu_cache": {"shared": {"name": "test", "folder": str(tmp_path)}, "share": 1.0},
+            "rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD},
+        },
+        "server": {"runtime": str(tmp_path / "run")},
+    }
+    command = [sys.executable, "-c", _NODE, json.dumps(config), device]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as node:
+        assert node.stdout.readline()
+        with hps.attach(config) as process, ThreadPoolExecutor(4) as threads:
+            answered = []
+
+            def ask(_):
+                while True:
+                    try:
+                        answered.append(process.predict("m", *request_of(np.arange(200), 40)))
+                    except Unavailable as error:
+                        return time.monotonic(), str(error)
+
+            failed = threads.map(ask, range(4))
+            until(lambda: len(answered) > 20)
+            node.kill()
+            killed = time.monotonic()
+            for at, reason in failed:
+                assert NODE_ENDED in reason
+                assert at - killed < 1
 
 
 def test_ended_client_leaves_no_open_file_behind(attached):
@@ -287,19 +387,14 @@ def test_lanes_of_a_model_without_memory_for_all_of_them_are_freed(
 
 
 def test_process_predicts_on_the_gpu_of_the_node_that_took_the_former_ones_place(
-    attached,
-    open_node,  # noqa: F811
-    tmp_path,
+    attached, open_with_gpu
 ):
     node, process, plain, _ = attached
     asked = request_of(np.arange(200), 3)
     node.close()
     with pytest.raises(Unavailable):
         process.predict("m", *asked)
-    shared = {"shared": {"name": "test", "folder": str(tmp_path)}, "share": 1.0}
-    _, (cache,) = open_node(
-        gpu={"share": 0.5}, cpu=shared, server={"runtime": str(tmp_path / "run")}
-    )
+    second, _ = open_with_gpu()
 
     def predicts():
         try:
@@ -308,9 +403,9 @@ def test_process_predicts_on_the_gpu_of_the_node_that_took_the_former_ones_place
             return None
 
     until(predicts)
-    pooled = cache.pooled
+    before = counted(second, m.SCHEDULER_SAMPLES, "m", "1")
     same(process.predict("m", *asked), plain.predict("m", *asked))
-    assert cache.pooled > pooled
+    assert counted(second, m.SCHEDULER_SAMPLES, "m", "1") - before == 3
 
 
 @pytest.mark.parametrize("keys", [np.arange(200), np.arange(HELD + 100)])
@@ -378,13 +473,13 @@ def test_missing_rows_are_counted_by_their_source_and_promoted(attached):
     users = table_of(node, "users")
     features, dense = request_of(np.arange(10), 4)
     features["user"] = np.array([3, 1, HELD - 1, HELD - 2])
-    assert HELD - 1 not in cache.keys_of(users)
+    assert HELD - 1 not in cache.top_k(users, HELD)[0]
     process.predict("m", features, dense)
     until(lambda: counted(node, m.LOOKUP_KEYS, "users", "cpu") == 2)
     assert counted(node, m.LOOKUP_KEYS, "users") + counted(process, m.LOOKUP_KEYS, "users") == 4 * 3
     assert counted(node, m.TIER_KEYS, "gpu", "users", "missed") == 2
     assert counted(node, m.TIER_KEYS, "cpu", "users", "found") == 2
-    until(lambda: {HELD - 1, HELD - 2} <= {*cache.keys_of(users)})
+    until(lambda: {HELD - 1, HELD - 2} <= {*cache.top_k(users, HELD)[0].tolist()})
 
 
 def test_keys_of_a_request_that_leaves_its_batch_are_counted_once(attached):
