@@ -68,6 +68,15 @@ def memory_left(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
     return min(left, default=None)
 
 
+def free_host_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
+    """Bytes of memory that can be allocated without taking any from other processes.
+
+    A limit of the container counts. Raises OSError without /proc."""
+    free = int((proc / "meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    left = memory_left(proc, groups)
+    return free if left is None else min(free, left)
+
+
 def memory_limit(proc: Path = PROC, groups: Path = GROUPS) -> int:
     """Bytes that this process may use: the machine's memory, or its container's limit. Raises OSError."""
     limits = [int((proc / "meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024]

@@ -6,18 +6,16 @@ import ctypes
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from hps.cgroups import memory_left
+from hps.cgroups import free_host_bytes
 from hps.cuda import layout
 from hps.cuda.layout import GpuTableShape
 from hps.cuda.loader import cupy
 from hps.errors import ConfigError, GpuUnavailable
 from hps.types import EmbeddingTable
 
-_MEMINFO = Path("/proc/meminfo")
 _NO_MEMORY = 2  # cudaErrorMemoryAllocation
 _KEEP_FREE = 0.05
 """The share of free memory, or of a failed allocation, that a suggested capacity leaves."""
@@ -73,15 +71,6 @@ def release_unused(devices: Iterable[int]) -> None:
         with cp.cuda.Device(device):
             cp.get_default_memory_pool().free_all_blocks()
     cp.get_default_pinned_memory_pool().free_all_blocks()
-
-
-def free_host_bytes() -> int:
-    """Return the bytes of host memory that can be allocated without taking any from other processes.
-
-    A limit of the container counts."""
-    free = int(_MEMINFO.read_text().split("MemAvailable:")[1].split()[0]) * 1024
-    left = memory_left()
-    return free if left is None else min(free, left)
 
 
 def pinned(table: EmbeddingTable, shape: GpuTableShape) -> Any:

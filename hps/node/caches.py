@@ -10,12 +10,14 @@ from functools import partial
 
 import numpy as np
 
+from hps.cgroups import free_host_bytes
 from hps.config import Settings
 from hps.errors import Unavailable
 from hps.lookup.engine import Promote
 from hps.node.cache_fill import CacheFill
 from hps.node.cpu_cache_plan import (
     cache_memory,
+    check_host_memory,
     eviction_of,
     is_cached,
     plan_rows,
@@ -220,6 +222,7 @@ class NodeCaches:
             {table: cache.capacity(table) for table in other_tables},
             self._in_memory(new),
         )
+        check_host_memory(plan, free_host_bytes())
         for table in new:
             cache.add_table(table, plan[table], eviction_of(self._settings, table))
             rest()

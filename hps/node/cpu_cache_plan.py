@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from hps.config import Settings
 from hps.config.cache_settings import CpuCacheSettings, Eviction
 from hps.config.schema import ModelOverride, TableOverride
+from hps.errors import ConfigError
+from hps.native import cache_bytes
 from hps.tiers.capacity import TABLE_BYTES, Rows, plan_capacity, slot_bytes
 from hps.tiers.cpu.cache_memory import CacheMemory
 from hps.tiers.cpu.segments import Segments
@@ -78,6 +80,20 @@ def plan_rows_for_new_model(
         "models hold the rest of tiers.cpu_cache.capacity_bytes; the next start divides it again"
     )
     return {table: int(fraction * rows) for table, rows in plan.items()}, warning
+
+
+def check_host_memory(plan: Rows, free_bytes: int) -> None:
+    """Raise ConfigError unless tables of ``plan`` fit into ``free_bytes`` of memory.
+
+    Their pages are taken as rows arrive: later the system would end a process, which may be this one."""
+    needed = sum(cache_bytes(rows, table.row_bytes) for table, rows in plan.items() if rows)
+    if needed > free_bytes:
+        raise ConfigError(
+            f"the version needs {needed:,} bytes for its part of the CPU cache, beside the versions that are "
+            f"served, and {free_bytes:,} bytes of memory are left. Unload a version or a model, lower "
+            "models.rollback_s, so that former versions are freed sooner, or lower tiers.cpu_cache "
+            "(capacity_bytes or share)"
+        )
 
 
 def is_cached(settings: Settings, table: EmbeddingTable) -> bool:

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from hps.cgroups import available_cores
+from hps.cgroups import available_cores, free_host_bytes
 from hps.config.cache_settings import GpuCacheSettings
 from hps.config.schema import Settings
 from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import device_count, has_gpu, missing_device, missing_requirement
-from hps.cuda.memory import free_bytes_on, free_host_bytes, release_unused
+from hps.cuda.memory import free_bytes_on, release_unused
 from hps.errors import ConfigError, GpuUnavailable
 from hps.models.tables import TableFiles
 from hps.native import WorkerPool

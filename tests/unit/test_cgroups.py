@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hps.cgroups import available_cores, memory_left, own_groups
+from hps.cgroups import available_cores, free_host_bytes, memory_left, own_groups
 from hps.config.dense_settings import DenseSettings
 from hps.node.serving_context import dense_concurrency
 
@@ -113,3 +113,15 @@ def test_memory_left_counts_limits_and_file_cache_that_can_be_dropped(
 
 def test_memory_left_is_unknown_without_groups(tmp_path):
     assert memory_left(tmp_path, tmp_path) is None
+
+
+@pytest.mark.parametrize(("limit", "free"), [("max\n", 7 << 20), ("1000\n", 100)])
+def test_free_host_bytes_are_those_of_the_machine_or_the_container(tmp_path, limit, free):
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("0::/hps\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 9216 kB\nMemAvailable: 7168 kB\n")
+    (tmp_path / "hps").mkdir()
+    (tmp_path / "hps/memory.max").write_text(limit)
+    (tmp_path / "hps/memory.current").write_text("900\n")
+    (tmp_path / "hps/memory.stat").write_text("anon 5\n")
+    assert free_host_bytes(tmp_path, tmp_path) == free

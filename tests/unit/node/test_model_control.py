@@ -329,6 +329,18 @@ def test_repeated_switches_free_memory_and_disk(node, repository):
         assert {labels[at] for labels in node.metrics.numbers()[name]} == {"1"}, name
 
 
+def test_load_without_memory_for_the_cpu_cache_is_refused(node, repository, monkeypatch):
+    """Before the switch: rows fill the memory only later, and the system would end the node then."""
+    write(repository, 2)
+    with monkeypatch.context() as short:
+        short.setattr("hps.node.caches.free_host_bytes", lambda: 1000)
+        with pytest.raises(ConfigError, match=r"and 1,000 bytes of memory are left\. Unload"):
+            node.load("words", 2)
+    assert value(node) == 1007
+    node.load("words", 2)
+    assert value(node) == 2007
+
+
 def test_loaded_models_do_not_exceed_the_cpu_cache(settings, repository):
     for name in ("more", "most"):
         write(repository, 1, spec={"name": name, "tables": [{"name": "t", "dim": 4}]})
