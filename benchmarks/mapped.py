@@ -18,9 +18,9 @@ Peers publish their index alone: NeighborHash reports 1.11 times the time of a r
 huge pages. Beside it: rows of 8 bytes in a mapped table and in the CPU cache, with huge pages and without,
 relative to a random access to an array of such rows in huge pages.
 
-Nodes: one that reads mapped files on the fast path, and one whose CPU cache holds all rows, with the same
-generated model: 26 tables of dim 32, features of one key. Lookups and predictions of 64 samples, uniform
-keys, in one thread; time, in alternation.
+With ``--large N``: a table of N rows of dim 32 beside its floor; 10⁸ take 14 GB of memory and 27 of disk.
+
+Nodes: `benchmarks/mapped_nodes.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,9 +39,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import hps
-from benchmarks.common import Bar, Benchmark, Options, Report, main
+from benchmarks.common import HELPERS, Bar, Benchmark, Options, Report, main
 from benchmarks.cpu_scene import aligned, cpu_ns
+from benchmarks.mapped_nodes import NODE_BARS, measure_nodes
 from benchmarks.measure import Spread, alternate, ratio, zipf_keys
 from hps.models.mapped_file import MappedReport, write_mapped
 from hps.models.tables import open_table
@@ -52,18 +51,12 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.cpu.cache_memory import CacheMemory
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
-from hps.tools.generate.model import model_spec, write_model
 from hps.types import EmbeddingTable, Source
 
 ROWS, QUICK_ROWS, BATCH = 10_000_000, 1_000_000, 26 * 1024
 BATCHES, ROUNDS = 30, 7
 OTHER_DIMS = {8: 1.0, 64: 0.5, 128: 0.25}  # with the share of the rows
 COLD_KEYS, PROBES = 20_000, 100_000_000
-NODE_TABLES, NODE_SAMPLES = 26, 64
-NODE_TIERS: dict[str, dict[str, Any]] = {
-    "mapped": {},
-    "CPU cache": {"mapped": {"memory_bytes": 0}, "cpu_cache": {"share": 1.0}},
-}
 _CHUNK = 1 << 16
 
 BARS = (
@@ -74,8 +67,7 @@ BARS = (
     Bar("index_bits", "bits of index a key", at_most=4),
     Bar("cold_reads", "cold: pages read a key", at_most=1.1),
     Bar("absent", "absent keys answered, of 10⁸", at_most=0),
-    Bar("node_lookups", "a node's lookups: time, mapped / CPU cache", at_most=1.1),
-    Bar("node_predictions", "a node's predictions: time, mapped / CPU cache", at_most=1.1),
+    *NODE_BARS,
 )
 
 
@@ -120,9 +112,12 @@ def numbers_of(rows: int, kind: str, random: np.random.Generator) -> NDArray[np.
 
 
 def sides(
-    scene: Scene, numbers: NDArray[np.int64], rocksdb: RocksDb | None, rows: NDArray[Any]
+    scene: Scene,
+    numbers: NDArray[np.int64],
+    rocksdb: RocksDb | None = None,
+    rows: NDArray[Any] | None = None,
 ) -> dict[str, Callable[[], float]]:
-    """Every side's measurement over ``numbers (batches, batch)`` of rows."""
+    """Every side's measurement over ``numbers (batches, batch)`` of rows; ``rows`` are those of *aligned*."""
     file, dim = scene.open(), scene.dim
     table = file.table
     table.load(0, file.header.bytes)  # as nodes do
@@ -145,8 +140,9 @@ def sides(
         "floor": lambda b: table.copy_records(positions[b], out),
         "mapped": gather,
         "mapped fetch": fetch,
-        "aligned": lambda b: _core.copy_rows(rows, numbers[b], out),
     }
+    if rows is not None:
+        works["aligned"] = lambda b: _core.copy_rows(rows, numbers[b], out)
     if rocksdb is not None:
         works["RocksDB"] = lambda b: rocksdb.fetch(keys[b], out)
     few = min(4, BATCHES)
@@ -198,7 +194,9 @@ def run(options: Options) -> Report:
         for dim, share in {32: 1.0, **({} if options.quick else OTHER_DIMS)}.items():
             _one_dim(Path(name) / f"dim-{dim}", int(rows * share), dim, random, report)
     _index_alone(rows // 2, random, report)
-    _nodes(rows // 100, options, report)
+    if large := options.extra.get("large"):
+        _large(int(large), options, random, report)
+    measure_nodes(rows // 100, options, report)
     if rows != ROWS:
         report.notes.append(f"{rows:,} rows.")
     return report
@@ -235,6 +233,23 @@ def _one_dim(
         _cold(scene, rocksdb, random, report)
         rocksdb.tier.close()
     shutil.rmtree(folder)
+
+
+def _large(rows: int, options: Options, random: np.random.Generator, report: Report) -> None:
+    """A table that is larger than the others: report its ratio to the floor."""
+    with tempfile.TemporaryDirectory(dir=options.extra.get("folder")) as name:
+        scene = Scene.make(Path(name) / "large", rows, 32, random)
+        bits = scene.report.index_bytes * 8 / rows
+        title = f"{rows:,} rows of dim 32: {bits:.2f} bits a key, written in {scene.seconds:.1f} s"
+        lines: list[Mapping[str, Any]] = []
+        report.tables[title] = lines
+        for kind in ("uniform", "zipf"):
+            times = alternate(sides(scene, numbers_of(rows, kind, random)), ROUNDS)
+            over = ratio(times["mapped"], times["floor"])
+            line: dict[str, Any] = {"": kind} | {
+                f"{side}, ns": f"{Spread.of(n)}" for side, n in times.items()
+            }
+            lines.append(line | {"mapped / floor": f"{over}"})
 
 
 def _answered_absent(scene: Scene, random: np.random.Generator) -> float:
@@ -277,7 +292,7 @@ def _cold(scene: Scene, rocksdb: RocksDb, random: np.random.Generator, report: R
     keys = random.choice(scene.keys, COLD_KEYS, replace=False)
     out, path = aligned(COLD_KEYS, 32), scene.folder / "mapped"
     page = os.sysconf("SC_PAGE_SIZE")
-    lines: list[dict[str, Any]] = []
+    lines: list[Mapping[str, Any]] = []
     for side in ("pages side by side", "pages as touched", "RocksDB"):
         drop_pages(path)
         for file in rocksdb.path.glob("*.sst"):
@@ -345,57 +360,20 @@ def _index_alone(rows: int, random: np.random.Generator, report: Report) -> None
     ]
 
 
-def _nodes(rows: int, options: Options, report: Report) -> None:
-    """Compare a node with mapped files on the fast path with one whose CPU cache has all rows."""
-    random, rounds = np.random.default_rng(options.seed), 5 if options.quick else 25
-    with tempfile.TemporaryDirectory(dir=options.extra.get("folder")) as name, ExitStack() as nodes:
-        spec = model_spec("m", NODE_TABLES, 32, 1, 4, NODE_SAMPLES)
-        write_model(Path(name) / "models", spec, rows, options.seed, lambda _rows: None)
-        keys = random.integers(0, rows, (100, NODE_TABLES, NODE_SAMPLES, 1))
-        dense = {"dense": np.ones((NODE_SAMPLES, 4), np.float32)}
-        works: dict[str, dict[str, Callable[[], float]]] = {"lookups": {}, "predictions": {}}
-        for side, tiers in NODE_TIERS.items():
-            node = nodes.enter_context(
-                hps.open(
-                    {
-                        "models": {"repository": f"{name}/models"},
-                        "tiers": {**tiers, "rocksdb": {"path": f"{name}/{side}"}},
-                    }
-                )
-            )
-            features = [{f"f{t}": batch[t] for t in range(NODE_TABLES)} for batch in keys]
-            works["lookups"][side] = partial(
-                _seconds, lambda each, node: node.lookup("m", each), features, node
-            )
-            works["predictions"][side] = partial(
-                _seconds, lambda each, node: node.predict("m", each, dense), features, node
-            )
-        found = {kind: alternate(sides, rounds) for kind, sides in works.items()}
-    report.figures["nodes"] = found
-    lines = report.tables[f"A node, µs a call: 26 tables of {rows:,} rows, 64 samples"] = []
-    for kind, times in found.items():
-        over = ratio(times["mapped"], times["CPU cache"])
-        report.values[f"node_{kind}"] = over.median
-        line = {"": kind} | {side: f"{Spread.of(each)}" for side, each in times.items()}
-        lines.append(line | {"mapped / CPU cache": f"{over}"})
-
-
-def _seconds(work: Callable[[Any, Any], object], requests: list[Any], node: Any) -> float:
-    """Microseconds a call."""
-    began = time.perf_counter()
-    for each in requests:
-        work(each, node)
-    return (time.perf_counter() - began) / len(requests) * 1e6
-
-
 BENCHMARK = Benchmark(
     name="mapped",
     title="Mapped tables beside known records and RocksDB",
     run=run,
     bars=BARS,
     measured=("hps/native", "hps/models/mapped_file.py", "hps/tiers/rocksdb"),
+    helpers=(*HELPERS, "benchmarks/mapped_nodes.py"),
     arguments={
         "--rows": {"type": int, "metavar": "N", "help": f"rows (default {ROWS:,})"},
+        "--large": {
+            "type": int,
+            "metavar": "N",
+            "help": "rows of a larger table, for example 10^8",
+        },
         "--folder": {
             "metavar": "PATH",
             "help": "for the files, on a disk (default: the temporary one)",
