@@ -61,7 +61,7 @@ class GoalOptions:
     requests_per_s: float | None = option(None, min=0.001)
     """Target: requests per second, from which the number of cores follows."""
     memory: int | None = option(None, min=0, metavar="BYTES")
-    """Most bytes of the CPU cache; alone: the best cache of that size."""
+    """Most bytes of the CPU cache and of mapped files in memory; alone: the best use of that memory."""
     gpu_memory: int | None = option(None, min=1, metavar="BYTES")
     """Also fill a GPU cache of this size."""
 
@@ -185,6 +185,7 @@ def make_report(options: PlanOptions) -> PlanReport:
     """Read the trace, and choose a cache. Raises ConfigError, BadRequest and others."""
     from hps.tools.plan.gpu import gpu_allocation
     from hps.tools.plan.inputs import demands_of
+    from hps.tools.plan.memory import configured_memory
     from hps.tools.plan.planner import Planner
     from hps.tools.plan.report import PlanReport
 
@@ -201,10 +202,13 @@ def make_report(options: PlanOptions) -> PlanReport:
         goals=options.goal.goals(),
         prices=options.price.prices(),
         gpus=len(model.settings.tiers.gpu.devices) if gpu else 0,
+        files={name: size for name, size in model.direct_files().items() if name in demands},
     )
-    chosen = planner.choose()
-    current = None if options.planned.config is None else planner.predict(_current(model))
-    return PlanReport(model, trace, demands, chosen, gpu, current, calibration)
+    chosen, current = planner.choose(), None
+    if options.planned.config is not None:
+        rows, in_memory = configured_memory(model)
+        current = planner.predict(rows, tuple(name for name in in_memory if name in demands))
+    return PlanReport(model, trace, demands, chosen, gpu, current, calibration, files=planner.files)
 
 
 def _read(options: PlanOptions) -> tuple[PlannedModel, Trace]:
@@ -268,17 +272,8 @@ def _calibration(options: PlanOptions, model: PlannedModel, trace: Trace) -> Cal
         return Calibration.load(options.calibration)
     mapped = all(model.tables[name].mapped_bytes is not None for name in trace.samples)
     with console(stderr=True).status("measuring lookups on this machine"):
-        measured = calibrate(loads_of(model, trace), mapped=mapped)
+        in_memory = not trace.samples.keys().isdisjoint(model.direct_files())
+        measured = calibrate(loads_of(model, trace), mapped=mapped, in_memory=in_memory)
     if options.save_calibration is not None:
         measured.save(options.save_calibration)
     return measured
-
-
-def _current(model: PlannedModel) -> dict[str, int]:
-    """The CPU cache of the configuration, in rows by table."""
-    from hps.node.cpu_cache_plan import plan_rows
-
-    if not model.settings.tiers.cpu_cache.enabled:
-        return {}
-    rows = plan_rows(model.settings, {each.table: each.rows for each in model.tables.values()})
-    return {table.name: count for table, count in rows.items()}

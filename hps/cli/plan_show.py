@@ -47,14 +47,14 @@ def _show_curves(report: PlanReport) -> None:
 
     rows = []
     for name, demand in report.demands.items():
-        curve, cached = demand.curve, report.chosen.rows.get(name, 0)
+        curve = demand.curve
         rates = [percentage(curve.at(round(s * curve.table_rows)), 1) for s in SHARES]
         asked = count(curve.touched_rows, about=curve.sample.rate < 1)
-        chosen = (
-            count(cached),
-            size(cached * slot_bytes(demand.table)),
-            percentage(curve.at(cached), 1),
-        )
+        cached = report.chosen.rows.get(name, 0)
+        chosen: tuple[object, ...] = (count(cached), size(cached * slot_bytes(demand.table)))
+        if name in report.chosen.in_memory:
+            chosen = ("mapped", size(report.files[name]))
+        chosen = (*chosen, percentage(report.table_hit_rate(name), 1))
         share = percentage(demand.share, 1)
         rows.append((name, count(curve.table_rows), asked, share, *rates, *chosen))
     titles = [f"{100 * s:g} %" for s in SHARES]
@@ -76,9 +76,11 @@ def _show_chosen(report: PlanReport, prices: Prices) -> None:
     caches = [("planned", report.chosen)]
     if report.current is not None:
         caches.append(("configured now", report.current))
+    has_mapped = any(found.in_memory for _, found in caches)
     columns = [
         "CPU cache",
         "bytes",
+        *(["mapped, in memory"] if has_mapped else []),
         "hit rate",
         "p50",
         "p99",
@@ -88,14 +90,23 @@ def _show_chosen(report: PlanReport, prices: Prices) -> None:
     ]
     if prices.known:
         columns.append("cost an hour")
-    print_table(columns, [_prediction(name, each, prices) for name, each in caches])
+    print_table(columns, [_prediction(name, each, prices, has_mapped) for name, each in caches])
+    for name, found in caches:
+        if found.in_memory:
+            print_line(
+                f"{name}: tables read from mapped files in memory: {', '.join(found.in_memory)}; they need "
+                "no CPU cache but for rows that updates change"
+            )
 
 
-def _prediction(name: str, found: Prediction, prices: Prices) -> tuple[object, ...]:
+def _prediction(
+    name: str, found: Prediction, prices: Prices, has_mapped: bool
+) -> tuple[object, ...]:
     cost = (number(found.cost, "{:.4f} " + prices.unit),) if prices.known else ()
     return (
         name,
         size(found.bytes),
+        *((size(found.mapped_bytes),) if has_mapped else ()),
         percentage(found.hit_rate, 1),
         _milliseconds(found.p50_us),
         _milliseconds(found.p99_us),
@@ -119,7 +130,7 @@ def _warn(report: PlanReport) -> None:
                 f"{percentage(curve.unknown_share, 1)} of the keys of table {name} have no row; every lookup "
                 "of such a key reads the store"
             )
-        cached = report.chosen.rows.get(name, 0)
+        cached = 0 if name in report.chosen.in_memory else report.chosen.rows.get(name, 0)
         if curve.touched_rows < min(cached, curve.table_rows):
             warn(
                 f"the trace asks for {count(curve.touched_rows)} rows of table {name}, fewer than its cache "
@@ -139,6 +150,10 @@ def chart_lines(report: PlanReport) -> list[Line]:
     for name, demand in demands:
         each = slot_bytes(demand.table)
         points = [(p.rows * each, p.hit_rate) for p in demand.curve.points if p.rows]
+        if name in report.chosen.in_memory:
+            chosen = report.files[name], report.table_hit_rate(name)
+            lines.append(Line(f"{name}: mapped", points, chosen, mapped=True))
+            continue
         rows = report.chosen.rows.get(name, 0)
         lines.append(Line(name, points, (rows * each, demand.curve.at(rows))))
     return lines

@@ -39,7 +39,7 @@ def plan_rows(
     overrides = {table: _override(settings, table) for table in table_rows}
     if chosen.share is None:
         table_rows = {
-            table: min(rows, max(_LEAST_CHANGED, rows // _CHANGED))
+            table: changed_rows(rows)
             if table in in_memory and overrides[table].cache_share is None
             else rows
             for table, rows in table_rows.items()
@@ -51,6 +51,11 @@ def plan_rows(
         rows={t: o.cache_rows for t, o in overrides.items() if o.cache_rows is not None},
         shares={t: o.cache_share for t, o in overrides.items() if o.cache_share is not None},
     )
+
+
+def changed_rows(rows: int) -> int:
+    """Capacity for changed rows of a table of ``rows`` rows whose mapped file lookups read directly."""
+    return min(rows, max(_LEAST_CHANGED, rows // _CHANGED))
 
 
 def plan_rows_for_new_model(

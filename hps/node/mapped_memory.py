@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from hps.cgroups import memory_limit
 from hps.config import Settings
@@ -16,6 +17,7 @@ from hps.types import EmbeddingTable, KeyArray
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T", bound=Hashable)
 Pending = tuple[EmbeddingTable, KeyArray | None]
 """A table whose file is to be read into memory, and its hot keys, which come first."""
 _CHUNK_BYTES = 64 << 20
@@ -44,13 +46,9 @@ class MappedMemory:
 
     def fitting(self, tables: Iterable[EmbeddingTable]) -> set[EmbeddingTable]:
         """The tables that `admit` would reserve memory for, in this order, or has; if the cache has them."""
-        left, found = self._left, set(self._admitted)
-        for table in tables:
-            mapped = None if table in found else self._find(table)
-            if mapped is not None and mapped.file.header.bytes <= left:
-                left -= mapped.file.header.bytes
-                found.add(table)
-        return found
+        new = {t: self._find(t) for t in tables if t not in self._admitted}
+        sizes = {t: mapped.file.header.bytes for t, mapped in new.items() if mapped is not None}
+        return {*self._admitted, *fitting_tables(sizes, self._left)}
 
     def admit(self, table: EmbeddingTable) -> bool:
         """Reserve memory for a table's file; return whether its rows are to be read from there."""
@@ -129,6 +127,18 @@ class MappedMemory:
         for begin in range(HEADER_BYTES, first, _CHUNK_BYTES):
             mapped.load(begin, min(begin + _CHUNK_BYTES, first))
             yield
+
+
+def fitting_tables(sizes: Mapping[T, int], budget: int) -> list[T]:
+    """The tables whose mapped files lookups read directly: those that fit ``budget`` bytes, in their order.
+
+    ``sizes``: the bytes of each table's file."""
+    found = []
+    for table, size in sizes.items():
+        if size <= budget:
+            budget -= size
+            found.append(table)
+    return found
 
 
 def memory_budget(settings: Settings) -> int:

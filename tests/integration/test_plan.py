@@ -60,6 +60,15 @@ def test_lookups_of_this_machine_are_measured():
     assert len(found.spread) == len(found.misses)
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_lookups_of_mapped_files_in_memory_are_measured(mapped):
+    loads = [TableLoad("user", 32, "float32", 50_000, 512, 512, "none")]
+    found = calibrate(loads, mapped=mapped, in_memory=True, seconds=2.0)
+    assert found.misses[-1] == pytest.approx(0.8 * 512, abs=2)
+    assert 0 < found.mapped_us < found.p50_us[-1]
+    assert calibrate(loads, seconds=0.1).mapped_us is None
+
+
 def test_plan_measures_latencies(tmp_path):
     keys = np.minimum(np.random.default_rng(1).zipf(1.3, (500, 64)) - 1, 19_999)
     np.save(tmp_path / "keys.npy", keys.reshape(-1))

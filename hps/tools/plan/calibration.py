@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,17 @@ class TableLoad:
 
 
 def calibrate(
-    loads: Sequence[TableLoad], *, mapped: bool = False, seconds: float = 6.0, seed: int = 1
+    loads: Sequence[TableLoad],
+    *,
+    mapped: bool = False,
+    in_memory: bool = False,
+    seconds: float = 6.0,
+    seed: int = 1,
 ) -> Calibration:
     """Measure lookups of all ``loads`` together, for about ``seconds`` beyond the start of the node.
 
-    ``mapped``: the tables have mapped files, which a node reads instead of RocksDB.
+    ``mapped``: the tables have mapped files, which a node reads instead of RocksDB. ``in_memory``: also
+    measure a node that reads mapped files from memory, without its CPU cache.
 
     The node has a CPU cache over the store that a node has by default, whose files are in the page cache: a
     table larger than the machine's memory takes longer. Writes up to 256 MB to the temporary folder."""
@@ -70,11 +76,15 @@ def calibrate(
     random = np.random.default_rng(seed)
     requests = {share: _Requests(made, share, random) for share in _SHARES}
     fewer = _Requests(small, 0.0, random)
+    direct = _Requests(made, 0.0, random)
     times: dict[Any, list[float]] = {each: [] for each in (*requests.values(), fewer)}
-    with _node(made, seed, mapped) as node:
+    if in_memory:
+        times[direct] = []
+    with _nodes(made, seed, mapped, in_memory) as nodes:
         # In turn, so that a disturbance of the machine meets all of them alike.
         for turn in range(_TURNS):
             for each, found in times.items():
+                node = nodes[each is direct]
                 _touch_all(node, made)
                 latencies = _run(node, each, seconds / _TURNS / len(times))
                 found += latencies if turn else []
@@ -91,6 +101,7 @@ def calibrate(
         max(0.0, round(float(key_us), 5)),
         tuple(_spread(measured[i]) for i in kept),
         f"{len(made)} tables, {keys:,} keys a request, on this machine",
+        round(float(np.median(times[direct])), 2) if in_memory else None,
     )
 
 
@@ -119,7 +130,10 @@ def _part(load: TableLoad, by: int) -> TableLoad:
 
 
 @contextmanager
-def _node(loads: Sequence[TableLoad], seed: int, mapped: bool) -> Iterator[Node]:
+def _nodes(
+    loads: Sequence[TableLoad], seed: int, mapped: bool, in_memory: bool
+) -> Iterator[list[Node]]:
+    """Open a node with caches and, for ``in_memory``, one that reads mapped files from memory."""
     spec = ModelSpec(
         name=_MODEL,
         tables=[TableSpec(name=t.name, dim=t.dim, dtype=t.dtype) for t in loads],
@@ -127,18 +141,28 @@ def _node(loads: Sequence[TableLoad], seed: int, mapped: bool) -> Iterator[Node]
     )
     with tempfile.TemporaryDirectory(prefix="hps-plan-") as folder:
         rows = {load.name: _rows(load, seed) for load in loads}
-        write_version(Path(folder) / "models", spec, 1, rows, mapped=mapped)
-        settings: dict[str, Any] = {
-            "models": {"repository": f"{folder}/models"},
-            "tiers": {
-                "cpu_cache": {"share": _CACHED, "warm": False},
-                "mapped": {"memory_bytes": 0},  # else no key would miss
-                "rocksdb": {"path": f"{folder}/rocksdb"},
-                "gpu": {"use": "off"},
-            },
-        }
-        with closing(open_node(configuration_from(settings, environ={}))) as node:
-            yield node
+        write_version(Path(folder) / "models", spec, 1, rows, mapped=mapped or in_memory)
+        # Bytes of 0: else no key would miss.
+        kinds: list[dict[str, Any]] = [{"enabled": mapped, "memory_bytes": 0}]
+        kinds += [{"memory_bytes": 1 << 62}] if in_memory else []
+        with ExitStack() as nodes:
+            yield [
+                nodes.enter_context(closing(_open(folder, number, kind)))
+                for number, kind in enumerate(kinds)
+            ]
+
+
+def _open(folder: str, number: int, mapped: Mapping[str, Any]) -> Node:
+    settings: dict[str, Any] = {
+        "models": {"repository": f"{folder}/models"},
+        "tiers": {
+            "cpu_cache": {"share": _CACHED, "warm": False},
+            "mapped": mapped,
+            "rocksdb": {"path": f"{folder}/rocksdb{number}"},
+            "gpu": {"use": "off"},
+        },
+    }
+    return open_node(configuration_from(settings, environ={}))
 
 
 def _rows(load: TableLoad, seed: int) -> Iterator[tuple[KeyArray, VectorArray]]:

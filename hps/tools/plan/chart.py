@@ -21,11 +21,14 @@ _COLOURS = (
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One curve: ``points`` are bytes (above 0) and hit rates; ``chosen``: the planned one of them."""
+    """One curve: ``points`` are bytes (above 0) and hit rates; ``chosen``: the planned one of them.
+
+    ``mapped``: a mapped file in memory is planned, which is drawn as a square."""
 
     name: str
     points: Points
     chosen: tuple[float, float] | None = None
+    mapped: bool = False
 
 
 def save_chart(path: Path, title: str, lines: Sequence[Line]) -> None:
@@ -42,6 +45,7 @@ def save_chart(path: Path, title: str, lines: Sequence[Line]) -> None:
 def svg(title: str, lines: Sequence[Line]) -> str:
     """Return the chart as SVG: bytes on a logarithmic axis, hit rate from 0 to 100 %."""
     sizes = [x for line in lines for x, _ in line.points]
+    sizes += [line.chosen[0] for line in lines if line.chosen and line.mapped]
     low, high = (math.log10(min(sizes)), math.log10(max(sizes))) if sizes else (0.0, 1.0)
     axes = _Axes(low, max(high, low + 1e-9))
     parts = [
@@ -92,7 +96,10 @@ def _drawn(line: Line, axes: _Axes, number: int) -> Iterator[str]:
     yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
     if line.chosen is not None and line.chosen[0] > 0:
         x, y = axes.x(line.chosen[0]), axes.y(line.chosen[1])
-        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>'
+        if line.mapped:
+            yield f'<rect x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10" fill="{colour}"/>'
+        else:
+            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>'
     y = _TOP + 8 + 18 * number
     left = _WIDTH - _RIGHT + 14
     yield f'<path d="M{left} {y}h18" stroke="{colour}" stroke-width="3"/>'
@@ -120,7 +127,7 @@ def _save_png(path: Path, title: str, lines: Sequence[Line]) -> None:
         colour = _COLOURS[number % len(_COLOURS)]
         axes.plot(*zip(*line.points, strict=True), label=line.name, color=colour)
         if line.chosen is not None:
-            axes.plot(*line.chosen, "o", color=colour)
+            axes.plot(*line.chosen, "s" if line.mapped else "o", color=colour)
     axes.set(
         xscale="log", xlabel="bytes of the CPU cache", ylabel="hit rate", title=title, ylim=(0, 1)
     )

@@ -24,7 +24,8 @@ class Calibration:
     ``misses (k,)``, ascending from 0: rows read from a store; ``p50_us (k,)``: the median latency with that
     many. ``key_us``: microseconds that a further key in memory takes. ``spread``: for each of them, quantiles
     of the latency divided by the median, from the smallest to the largest; or one for all. ``measured``: a
-    phrase that says what was measured, for people."""
+    phrase that says what was measured, for people. ``mapped_us``: the median latency of requests whose
+    keys are all read from mapped files in memory; None: as from the cache."""
 
     keys: float
     misses: tuple[float, ...]
@@ -32,6 +33,7 @@ class Calibration:
     key_us: float = 0.0
     spread: tuple[tuple[float, ...], ...] = ((1.0,),)
     measured: str = ""
+    mapped_us: float | None = None
 
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in zip(self.misses, self.misses[1:], strict=False))
@@ -42,26 +44,32 @@ class Calibration:
             or len(self.misses) != len(self.p50_us)
         ):
             raise ValueError("misses must ascend from 0, with one p50_us for each")
-        if min(self.p50_us) <= 0 or self.key_us < 0:
+        if min(*self.p50_us, self.mapped_us or 1.0) <= 0 or self.key_us < 0:
             raise ValueError("times must be positive")
         if len(self.spread) not in (1, len(self.misses)) or min(map(len, self.spread)) == 0:
             raise ValueError("spread must be one list of quantiles, or one for each of misses")
 
-    def medians_us(self, keys: Floats, misses: Floats) -> Floats:
+    def medians_us(self, keys: Floats, misses: Floats, mapped: Floats | None = None) -> Floats:
         """Return the typical latencies ``(n,)`` of requests of ``keys (n,)`` with ``misses (n,)``.
 
-        Between measurements by proportion, beyond the last by the slope before it."""
+        ``mapped (n,)``: those of the keys that are read from mapped files in memory; None: no key. Between
+        measurements by proportion, beyond the last by the slope before it."""
         at, times = np.array(self.misses), np.array(self.p50_us)
         base = np.interp(misses, at, times)
         if len(at) > 1:
             slope = max(0.0, (times[-1] - times[-2]) / (at[-1] - at[-2]))
             base = base + slope * np.maximum(0.0, misses - at[-1])
-        found: Floats = np.maximum(base + self.key_us * (keys - self.keys), 0.1 * base)
+        more = self.key_us * (keys - self.keys)
+        if mapped is not None and self.mapped_us is not None:
+            more = more + (self.mapped_us - self.p50_us[0]) / self.keys * mapped
+        found: Floats = np.maximum(base + more, 0.1 * base)
         return found
 
-    def percentiles_us(self, keys: Floats, misses: Floats, which: Sequence[float]) -> list[float]:
+    def percentiles_us(
+        self, keys: Floats, misses: Floats, which: Sequence[float], mapped: Floats | None = None
+    ) -> list[float]:
         """Return percentiles of the latency over requests, each of which varies by ``spread``."""
-        typical = self.medians_us(keys, misses)
+        typical = self.medians_us(keys, misses, mapped)
         steps = np.linspace(0, 1, _STEPS + 1)
         spreads = [np.interp(steps, np.linspace(0, 1, len(s)), s) for s in self.spread]
         # The middle of each step, so that the largest of all does not stand for a whole step.

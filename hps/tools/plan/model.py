@@ -11,9 +11,10 @@ from hps.config import Configuration, Settings
 from hps.config.model_schema import NAME_PATTERN
 from hps.errors import ConfigError, NotFound
 from hps.lookup.base import Feature
-from hps.models.mapped_file import MAPPED_FILE
+from hps.models.mapped_file import KEYS_PER_BUCKET, MAPPED_FILE
 from hps.models.repository import ModelVersion, Repository
 from hps.models.tables import TableFiles
+from hps.native.mapped_format import HEADER_BYTES, record_bytes
 from hps.node.model_opening import features_of, version_openers
 from hps.suggestions import hint_for
 from hps.types import EmbeddingTable
@@ -25,17 +26,20 @@ MODEL = "model"
 
 @dataclass(frozen=True, slots=True)
 class PlannedTable:
-    """A table, the number of its rows, and its files if they are in a repository."""
+    """A table, the number of its rows, and its files if they are in a repository.
+
+    ``expected_bytes``: the size of the mapped file that it will have, if it has no files yet."""
 
     table: EmbeddingTable
     rows: int
     files: TableFiles | None = None
+    expected_bytes: int | None = None
 
     @property
     def mapped_bytes(self) -> int | None:
         """The size of its mapped file; None if it has none."""
         if self.files is None:
-            return None
+            return self.expected_bytes
         path = self.files.folder / MAPPED_FILE
         return path.stat().st_size if path.is_file() else None
 
@@ -50,6 +54,19 @@ class PlannedModel:
     settings: Settings = field(default_factory=Settings)
     inputs: frozenset[str] = frozenset()
     """Names of the network's other inputs in requests."""
+
+    def direct_files(self) -> dict[str, int]:
+        """Bytes of the mapped files that lookups may read from memory, by table, in the node's order.
+
+        Empty if the settings rule it out: see `NodeStores.direct_file`."""
+        tiers = self.settings.tiers
+        rocksdb = tiers.rocksdb
+        if not tiers.mapped.enabled or tiers.redis is not None:
+            return {}
+        if rocksdb.enabled and (rocksdb.layout == "hps" or rocksdb.access == "secondary"):
+            return {}
+        sizes = {name: planned.mapped_bytes for name, planned in self.tables.items()}
+        return {name: size for name, size in sizes.items() if size is not None}
 
 
 def model_of_configuration(configuration: Configuration, name: str | None) -> PlannedModel:
@@ -87,9 +104,16 @@ def model_of_specs(specs: Sequence[str], name: str | None = None) -> PlannedMode
             )
             raise ConfigError(f"--table {spec!r}: {table} {reason}")
         made = EmbeddingTable.make(table, dim, model=name, dtype=match[4] or "float32")
-        tables[table] = PlannedTable(made, rows)
+        tables[table] = PlannedTable(made, rows, expected_bytes=mapped_file_bytes(made, rows))
     features = {n: Feature(n, planned.table, pooling="none") for n, planned in tables.items()}
     return PlannedModel(name, tables, features)
+
+
+def mapped_file_bytes(table: EmbeddingTable, rows: int) -> int:
+    """Return the approximate size of a mapped file of ``rows`` rows: header, keys with rows, index."""
+    # A byte per bucket; 4 per slot beyond the keys, of which there is one in 99.
+    index = 1 / KEYS_PER_BUCKET + 4 / 99
+    return HEADER_BYTES + int(rows * (record_bytes(table.dim, table.dtype) + index))
 
 
 def model_of_repository(repository: Repository, name: str | None) -> PlannedModel:

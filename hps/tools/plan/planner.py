@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hps.errors import ConfigError
+from hps.node.cpu_cache_plan import changed_rows
 from hps.tiers.capacity import TABLE_BYTES, slot_bytes
 from hps.tools.plan.allocation import (
     Allocation,
@@ -19,6 +20,7 @@ from hps.tools.plan.allocation import (
 )
 from hps.tools.plan.curves import WARM_UP
 from hps.tools.plan.latency import Calibration
+from hps.tools.plan.memory import Tables, memory_choices
 from hps.tools.plan.requests import request_misses
 from hps.tools.plan.trace import Trace
 
@@ -66,8 +68,10 @@ class Prices:
 class Prediction:
     """A cache with ``rows`` of each table, and what it is predicted to do.
 
-    Times are of lookups without queueing, None without a calibration; ``core_requests_per_s``: of one core
-    that does nothing else; ``cores``: for the target's requests per second. ``cost``: an hour."""
+    ``bytes``: of the cache. Times are of lookups without queueing, None without a calibration;
+    ``core_requests_per_s``: of one core that does nothing else; ``cores``: for the target's requests per
+    second. ``cost``: an hour. ``in_memory``: the tables that are read from mapped files in memory, of
+    ``mapped_bytes``; the cache has only rows of theirs that updates have changed."""
 
     rows: Allocation
     bytes: int
@@ -78,12 +82,20 @@ class Prediction:
     core_keys_per_s: float | None = None
     cores: int | None = None
     cost: float | None = None
+    in_memory: Tables = ()
+    mapped_bytes: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the cache and of the mapped files in memory."""
+        return self.bytes + self.mapped_bytes
 
 
 class Planner:
     """Predicts caches for ``demands``, the tables of ``trace``, and chooses among them.
 
-    ``gpus``: their number, for the cost."""
+    ``gpus``: their number, for the cost. ``files``: bytes of the mapped files that a node may read from
+    memory, by table, in the node's order."""
 
     def __init__(
         self,
@@ -94,11 +106,12 @@ class Planner:
         goals: Goals = Goals(),
         prices: Prices = Prices(),
         gpus: int = 0,
+        files: Mapping[str, int] | None = None,
     ) -> None:
         self.trace, self.demands, self.calibration = trace, demands, calibration
         self.goals, self.prices, self._gpus = goals, prices, gpus
+        self.files = {} if files is None else files
         self._first = int(WARM_UP * trace.requests)
-        self._path = AllocationPath(demands)
         if calibration is None:
             for name in ("p50_ms", "p99_ms", "requests_per_s"):
                 if getattr(goals, name) is not None:
@@ -107,22 +120,45 @@ class Planner:
                         f"--{flag} needs latencies; remove --no-latency, or give --calibration FILE"
                     )
 
-    def predict(self, rows: Allocation) -> Prediction:
-        """Predict a CPU cache with ``rows`` of each table; more than a table has count as all."""
+    def predict(self, rows: Allocation, in_memory: Tables = ()) -> Prediction:
+        """Predict a CPU cache with ``rows`` of each table; more than a table has count as all.
+
+        Tables ``in_memory`` are read from mapped files in memory, which have all of their rows."""
         rows = {
             name: min(rows.get(name, 0), d.curve.table_rows) for name, d in self.demands.items()
         }
-        size, hits = cpu_cache_bytes(self.demands, rows), hit_rate(self.demands, rows)
+        size, mapped = cpu_cache_bytes(self.demands, rows), sum(self.files[n] for n in in_memory)
+        held = self.rows_in_memory(rows, in_memory)
+        done = Prediction(
+            rows,
+            size,
+            hit_rate(self.demands, held),
+            cost=self._cost(size + mapped, None),
+            in_memory=in_memory,
+            mapped_bytes=mapped,
+        )
         if self.calibration is None:
-            return Prediction(rows, size, hits, cost=self._cost(size, None))
-        found = request_misses(self.trace, self.demands, rows, self._first)
-        p50, p99 = self.calibration.percentiles_us(found.keys, found.misses, (50, 99))
-        mean_us = float(self.calibration.medians_us(found.keys, found.misses).mean())
+            return done
+        found = request_misses(self.trace, self.demands, held, self._first, in_memory)
+        keys, misses = found.keys, found.misses
+        p50, p99 = self.calibration.percentiles_us(keys, misses, (50, 99), found.mapped)
+        mean_us = float(self.calibration.medians_us(keys, misses, found.mapped).mean())
         rate, cores = 1e6 / mean_us, None
         if self.goals.requests_per_s is not None:
             cores = max(1, math.ceil(self.goals.requests_per_s / (UTILIZATION * rate)))
-        keys = rate * float(found.keys.mean())
-        return Prediction(rows, size, hits, p50, p99, rate, keys, cores, self._cost(size, cores))
+        return replace(
+            done,
+            p50_us=p50,
+            p99_us=p99,
+            core_requests_per_s=rate,
+            core_keys_per_s=rate * float(keys.mean()),
+            cores=cores,
+            cost=self._cost(size + mapped, cores),
+        )
+
+    def rows_in_memory(self, rows: Allocation, in_memory: Tables) -> dict[str, int]:
+        """Return the rows in memory by table: those of the cache, or all."""
+        return {**rows, **{name: self.demands[name].curve.table_rows for name in in_memory}}
 
     def _cost(self, size: int, cores: int | None) -> float | None:
         if not self.prices.known:
@@ -142,35 +178,97 @@ class Planner:
         ):
             if limit is not None and time is not None and time > 1000 * limit:
                 failed.append(f"{name} of {limit:g} ms, reached {time / 1000:.3g} ms")
-        if goals.memory_bytes is not None and found.bytes > goals.memory_bytes:
-            failed.append(f"{goals.memory_bytes:,} bytes, needs {found.bytes:,}")
+        if goals.memory_bytes is not None and found.memory_bytes > goals.memory_bytes:
+            failed.append(f"{goals.memory_bytes:,} bytes, needs {found.memory_bytes:,}")
         return failed
 
     def choose(self) -> Prediction:
-        """Return the smallest cache that meets the goals, or the cheapest one if cores and prices are given.
+        """Return the smallest memory that meets the goals, or the cheapest one if cores and prices are given.
 
         With no goal for hit rate or latency: the best one that fits the memory, or one with `DEFAULT_SHARE`
         of the hits that the trace allows. Raises ConfigError if none meets the goals."""
-        limit, path = self.goals.memory_bytes, self._path
-        fitting = len(path)
-        if limit is not None:
-            fitting = int(np.searchsorted(path.bytes, limit, "right"))
-        if not self.goals.has_quality and limit is not None:
-            return self.predict(self._largest(fitting - 1, limit))
-        met = self._meets_goals if self.goals.has_quality else self._meets_default
-        at = _first_of(fitting, lambda i: met(path[i]))
-        if at == fitting:
-            best = self.predict(path[fitting - 1])
+        limit = self.goals.memory_bytes
+        best: Prediction | None = None
+        searches = [_Search(self, tables) for tables in memory_choices(self.files)]
+        searches = [each for each in searches if each.fitting]
+        for search in searches:
+            if self._may_be_better(search, best):
+                found = search.choose()
+                if found is not None and (best is None or self._order(found) < self._order(best)):
+                    best = found
+        if best is None:
+            most = max((each.largest() for each in searches), key=lambda found: found.hit_rate)
             within = "" if limit is None else f" within {limit:,} bytes"
-            raise ConfigError(f"no cache{within} meets the target of {'; '.join(self.unmet(best))}")
-        return self._cheapest(self._smallest(at, met), at, fitting)
+            raise ConfigError(f"no cache{within} meets the target of {'; '.join(self.unmet(most))}")
+        return best
+
+    @property
+    def fills_memory(self) -> bool:
+        """The only goal is a limit of the memory."""
+        return self.goals.memory_bytes is not None and not self.goals.has_quality
+
+    def _may_be_better(self, search: _Search, best: Prediction | None) -> bool:
+        """False if ``search`` only has choices that are larger than ``best``, and that matters most."""
+        if best is None or self.fills_memory or best.cores is not None:
+            return True
+        return search.least_bytes < best.memory_bytes
+
+    def _order(self, found: Prediction) -> tuple[float, float]:
+        if self.fills_memory:
+            return -found.hit_rate, found.memory_bytes
+        return (found.cost or 0.0), found.memory_bytes
+
+
+class _Search:
+    """Searches the CPU caches next to mapped files ``in_memory``.
+
+    ``fitting``: the number of caches of the path that fit the memory. ``least_bytes``: without a cache of
+    other tables."""
+
+    def __init__(self, planner: Planner, in_memory: Tables) -> None:
+        self._planner, self._in_memory = planner, in_memory
+        demands = planner.demands
+        self._demands = {name: d for name, d in demands.items() if name not in in_memory}
+        self._fixed = {name: changed_rows(demands[name].curve.table_rows) for name in in_memory}
+        self._path = AllocationPath(self._demands)
+        files = sum(planner.files[name] for name in in_memory)
+        self.least_bytes = files + cpu_cache_bytes(demands, self._fixed)
+        self.fitting, limit = len(self._path), planner.goals.memory_bytes
+        if limit is not None:
+            self._left = limit - self.least_bytes
+            self.fitting = int(np.searchsorted(self._path.bytes, self._left, "right"))
+
+    def choose(self) -> Prediction | None:
+        """Return the best choice; None if none meets the goals."""
+        if self._planner.fills_memory:
+            return self._predict(self._fill(self.fitting - 1))
+        met = self._meets_goals if self._planner.goals.has_quality else self._meets_default
+        at = _first_of(self.fitting, lambda i: met(self._path[i]))
+        if at == self.fitting:
+            return None
+        return self._cheapest(self._smallest(at, met), at)
+
+    def largest(self) -> Prediction:
+        """Return the largest choice of the path that fits the memory."""
+        return self._predict(self._path[self.fitting - 1])
+
+    def _predict(self, rows: Allocation) -> Prediction:
+        return self._planner.predict({**self._fixed, **rows}, self._in_memory)
 
     def _meets_goals(self, rows: Allocation) -> bool:
-        return not self.unmet(self.predict(rows))
+        least = self._planner.goals.hit_rate
+        # Before the latencies, which take longer.
+        if least is not None and self._hit_rate(rows) < least:
+            return False
+        return not self._planner.unmet(self._predict(rows))
 
     def _meets_default(self, rows: Allocation) -> bool:
-        most = sum(d.share * d.curve.reached for d in self.demands.values())
-        return hit_rate(self.demands, rows) >= DEFAULT_SHARE * most
+        most = sum(d.share * d.curve.reached for d in self._planner.demands.values())
+        return self._hit_rate(rows) >= DEFAULT_SHARE * most
+
+    def _hit_rate(self, rows: Allocation) -> float:
+        held = self._planner.rows_in_memory(rows, self._in_memory)
+        return hit_rate(self._planner.demands, held)
 
     def _smallest(self, at: int, met: Callable[[Allocation], bool]) -> Allocation:
         """Return the smallest cache that is ``met``, between that of the path before ``at`` and ``at``."""
@@ -183,15 +281,15 @@ class Planner:
         number = _first_of(steps, lambda i: met({**after, name: low + i * step}))
         return after if number == steps else {**after, name: low + number * step}
 
-    def _largest(self, at: int, limit: int) -> Allocation:
-        """Return the largest cache of ``limit`` bytes from the one of the path at ``at`` on."""
+    def _fill(self, at: int) -> Allocation:
+        """Return the largest cache that fits the memory, from the one of the path at ``at`` on."""
         before: Allocation = self._path[at]
         if at + 1 == len(self._path):
             return before
         name, low, high = self._difference(at + 1)
-        left = limit - cpu_cache_bytes(self.demands, before)
+        left = self._left - cpu_cache_bytes(self._demands, before)
         left -= 0 if low else TABLE_BYTES
-        more = min(high - low, left // slot_bytes(self.demands[name].table))
+        more = min(high - low, left // slot_bytes(self._demands[name].table))
         return {**before, name: low + max(0, more)}
 
     def _difference(self, at: int) -> tuple[str, int, int]:
@@ -200,14 +298,14 @@ class Planner:
         name = next(name for name in after if after[name] != before[name])
         return name, before[name], after[name]
 
-    def _cheapest(self, rows: Allocation, start: int, stop: int) -> Prediction:
+    def _cheapest(self, rows: Allocation, start: int) -> Prediction:
         """Return the prediction of ``rows`` or, if cheaper, that of a cache of the path from ``start`` on."""
-        smallest = self.predict(rows)
+        smallest = self._predict(rows)
         if smallest.cost is None or smallest.cores is None:
             return smallest
-        numbers = np.unique(np.linspace(start, stop - 1, _PRICED_POINTS).astype(int))
-        every = [smallest, *(self.predict(self._path[i]) for i in numbers)]
-        return min(every, key=lambda each: (each.cost or 0.0, each.bytes))
+        numbers = np.unique(np.linspace(start, self.fitting - 1, _PRICED_POINTS).astype(int))
+        every = [smallest, *(self._predict(self._path[i]) for i in numbers)]
+        return min(every, key=lambda each: (each.cost or 0.0, each.memory_bytes))
 
 
 def _first_of(count: int, met: Callable[[int], bool]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hps.config.yaml_text import dump_yaml
@@ -35,6 +35,14 @@ class PlanReport:
     current: Prediction | None = None
     calibration: Calibration | None = None
     samples: int = 1
+    files: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the mapped files that a node may read from memory, by table."""
+
+    def table_hit_rate(self, name: str) -> float:
+        """The share of a table's keys that the chosen cache or its mapped file in memory answers."""
+        curve = self.demands[name].curve
+        is_mapped = name in self.chosen.in_memory
+        return curve.at(curve.table_rows if is_mapped else self.chosen.rows.get(name, 0))
 
     def as_json(self) -> dict[str, Any]:
         """Everything, JSON-able."""
@@ -43,8 +51,8 @@ class PlanReport:
             "trace": {"requests": self.trace.requests, "keys": self.trace.accesses},
             "tables": [self._table(name) for name in self.demands],
             "tiers": self.tiers(),
-            "plan": asdict(self.chosen),
-            "current": None if self.current is None else asdict(self.current),
+            "plan": _prediction(self.chosen),
+            "current": None if self.current is None else _prediction(self.current),
             "calibration": None if self.calibration is None else asdict(self.calibration),
             "configuration": self.configuration(),
         }
@@ -52,6 +60,7 @@ class PlanReport:
     def _table(self, name: str) -> dict[str, Any]:
         demand, sample = self.demands[name], self.trace.samples[name]
         curve, table = demand.curve, demand.table
+        is_mapped = name in self.chosen.in_memory
         return {
             "name": name,
             "rows": curve.table_rows,
@@ -62,8 +71,9 @@ class PlanReport:
             "unknown_share": curve.unknown_share,
             "sampling_rate": sample.rate,
             "eviction": curve.eviction,
-            "cache_rows": self.chosen.rows.get(name, 0),
-            "hit_rate": curve.at(self.chosen.rows.get(name, 0)),
+            "cache_rows": None if is_mapped else self.chosen.rows.get(name, 0),
+            "mapped_bytes": self.files[name] if is_mapped else 0,
+            "hit_rate": self.table_hit_rate(name),
             "curve": [
                 {"rows": p.rows, "bytes": p.rows * slot_bytes(table), "hit_rate": p.hit_rate}
                 for p in curve.points
@@ -78,9 +88,22 @@ class PlanReport:
         if self.gpu:
             size = gpu_bytes(self.demands, self.gpu)
             found.append(_tier("GPU cache", sum(self.gpu.values()), size, on_gpu))
+        by_files = min(self._answered_by_files(), in_memory - on_gpu)
         rows = sum(self.chosen.rows.values())
-        found.append(_tier("CPU cache", rows, self.chosen.bytes, in_memory - on_gpu))
+        found.append(_tier("CPU cache", rows, self.chosen.bytes, in_memory - on_gpu - by_files))
+        if names := self.chosen.in_memory:
+            rows = sum(self.demands[name].curve.table_rows for name in names)
+            found.append(_tier("mapped, in memory", rows, self.chosen.mapped_bytes, by_files))
         return found + self._stores(1.0 - in_memory)
+
+    def _answered_by_files(self) -> float:
+        """The share of the keys that mapped files in memory answer, without those that a GPU answers."""
+        demands = [(name, self.demands[name]) for name in self.chosen.in_memory]
+        on_gpu = [d.curve.at(self.gpu[name]) if self.gpu else 0.0 for name, d in demands]
+        return sum(
+            d.share * max(0.0, self.table_hit_rate(name) - gpu)
+            for (name, d), gpu in zip(demands, on_gpu, strict=True)
+        )
 
     def _stores(self, answers: float) -> list[dict[str, Any]]:
         """RocksDB and the mapped files: together they answer the share ``answers``."""
@@ -92,26 +115,38 @@ class PlanReport:
             kind = "RocksDB" if mapped is None else "mapped files"
             rows[kind] += planned.rows
             sizes[kind] += mapped or planned.rows * store_row_bytes(planned.table)
-            misses[kind] += demand.share * (1.0 - demand.curve.at(self.chosen.rows.get(name, 0)))
+            misses[kind] += demand.share * (1.0 - self.table_hit_rate(name))
         total = sum(misses.values()) or 1.0
         return [_tier(k, rows[k], sizes[k], answers * misses[k] / total) for k in sorted(rows)]
 
     def configuration(self) -> str:
         """The chosen caches as a fragment of the configuration, in YAML."""
+        chosen = self.chosen
         tables: dict[str, dict[str, int]] = {
-            name: {"cache_rows": rows} for name, rows in self.chosen.rows.items()
+            name: {"cache_rows": rows}
+            for name, rows in chosen.rows.items()
+            if name not in chosen.in_memory
         }
+        if chosen.in_memory:  # else they would take memory of the tables that are planned
+            absent = [name for name in self.model.tables if name not in self.demands]
+            tables |= {name: {"cache_rows": 0} for name in absent}
         for name, rows in self.gpu.items():
-            tables[name]["gpu_rows"] = rows
+            tables.setdefault(name, {})["gpu_rows"] = rows
         evictions = {d.curve.eviction for d in self.demands.values()}
-        cpu: dict[str, Any] = {"capacity_bytes": self.chosen.bytes}
+        cpu: dict[str, Any] = {"capacity_bytes": chosen.bytes}
         if len(evictions) == 1:
             cpu["eviction"] = evictions.pop()
         tiers: dict[str, Any] = {"cpu_cache": cpu}
+        if self.files:
+            tiers["mapped"] = {"memory_bytes": chosen.mapped_bytes}
         if self.gpu:
             tiers["gpu"] = {"capacity_bytes": gpu_bytes(self.demands, self.gpu)}
         fragment = {"models": {"serve": {self.model.name: {"tables": tables}}}, "tiers": tiers}
         return dump_yaml(fragment)
+
+
+def _prediction(found: Prediction) -> dict[str, Any]:
+    return {**asdict(found), "memory_bytes": found.memory_bytes}
 
 
 def _tier(name: str, rows: int, size: int, answers: float) -> dict[str, Any]:

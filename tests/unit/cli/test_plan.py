@@ -174,15 +174,19 @@ def test_present_configuration_is_predicted_beside_the_plan(tmp_path, trace, rep
 
 def test_stores_are_told_with_their_bytes(tmp_path, trace, repository):
     found = planned(trace, *TABLES, "--hit-rate", 0.8)["tiers"]
-    assert [tier["tier"] for tier in found] == ["CPU cache", "RocksDB"]
+    assert [tier["tier"] for tier in found] == ["CPU cache", "mapped files"]
     assert sum(tier["answers"] for tier in found) == pytest.approx(1)
-    assert found[1]["bytes"] == ROWS * (8 + 16) * 4 + 2 * ROWS * 35
+    path = tmp_path / "keys.parquet"
+    pq.write_table(pa.table({"user": USER, "ads": ADS.tolist()}), path)
+    _, rocksdb = planned(path, "--repository", repository)["tiers"]
+    assert (rocksdb["tier"], rocksdb["bytes"]) == (
+        "RocksDB",
+        2 * ROWS * (32 + 35) + ROWS * (64 + 35),
+    )
     root = shutil.copytree(repository, tmp_path / "models")
     user = root / "ctr" / "1" / "tables" / "user"
     files = Repository(root).open("ctr").tables["user"]
     write_mapped(files, user / MAPPED_FILE)
-    path = tmp_path / "keys.parquet"
-    pq.write_table(pa.table({"user": USER, "ads": ADS.tolist()}), path)
     stores = {tier["tier"]: tier for tier in planned(path, "--repository", root)["tiers"]}
     assert stores["mapped files"]["bytes"] == (user / MAPPED_FILE).stat().st_size
     assert (stores["mapped files"]["rows"], stores["RocksDB"]["rows"]) == (2 * ROWS, ROWS)
