@@ -143,7 +143,7 @@ class _Compaction:
         old = files.masked_rows() if isinstance(files, DeltaFiles) else np.empty(0, np.int64)
         masked = _masked(base, written, old)
         rows = len(written) + (files.delta.rows if isinstance(files, DeltaFiles) else 0)
-        if rows + np.count_nonzero(masked) > base.files.rows * MAX_SHARE:
+        if max(rows, int(np.count_nonzero(masked))) > base.files.rows * MAX_SHARE:
             return None
         target = self.folder / TABLES_FOLDER / spec.name
         with progress.task(f"folding {spec.name}", rows) as step:
@@ -157,7 +157,7 @@ class _Compaction:
         files = self.opened.tables[table.name]
         if isinstance(files, DeltaFiles):
             for keys, vectors in files.delta.blocks(block_rows(table.dim)):
-                kept = ~np.isin(keys, written)
+                kept = ~np.isin(table.narrow(keys), written)
                 yield keys[kept], vectors[kept]
         for rows in self.store.overlay_rows(table):
             yield rows.keys, rows.vectors.astype(np.float32, copy=False)
@@ -167,7 +167,7 @@ def _masked(base: DeltaBase, written: KeyArray, old: np.ndarray) -> np.ndarray:
     """Which records (n,) of the base's mapped file are replaced or removed, as a mask."""
     masked = np.zeros(base.mapped.header.rows, bool)
     for keys in (written, base.files.keys_at(old)):
-        at = base.mapped.table.positions(keys)
+        at = base.positions(keys)
         masked[at[at >= 0]] = True
     return masked
 

@@ -1,12 +1,11 @@
 """Write a table as the difference to a base: a folder ``delta`` beside links to the base's files.
 
 A delta is always against a base that has none, so that a lookup asks two files at most. The difference is
-found by the base's mapped file, whose index says where each key is; a table with another dtype than
-float32, with 32-bit keys or without a mapped file is written whole."""
+found by the base's mapped file, whose index says where each key is; a table without one is written whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from hps.models.manifest import (
     DeltaEntry,
     TableEntry,
 )
-from hps.models.mapped_file import MAPPED_FILE, write_mapped
+from hps.models.mapped_file import MAPPED_FILE, MappedOptions, write_mapped
 from hps.models.table_sharing import BaseVersion, is_whole, link_pair
 from hps.models.tables import TableFiles, open_pair
 from hps.native.mapped_format import MappedFile, open_mapped
@@ -35,8 +34,11 @@ from hps.types import IndexArray, KeyArray
 
 Chunk = tuple[KeyArray, NDArray[np.float32]]
 _PICKED = 1 << 15
+_SPREAD = 4
 MAX_SHARE = 0.1
-"""Rows of a delta and rows that it masks, as a share of the base's: above it a table is written whole."""
+"""Rows of a delta, or rows that it masks, as a share of the base's: above it a table is written whole.
+
+A replaced row is both, and takes the space and the second lookup of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,19 @@ class DeltaBase:
     files: TableFiles
     mapped: MappedFile
     entry: TableEntry
+
+    @property
+    def options(self) -> MappedOptions:
+        """The properties of the mapped file, which that of a delta must have, too."""
+        header = self.mapped.header
+        return MappedOptions(header.dtype, 32 if header.key_bits == 32 else 64)
+
+    def positions(self, keys: KeyArray) -> IndexArray:
+        """Return the positions (n,) of ``keys``, as in files, in the mapped file; -1 for an absent key."""
+        if self.mapped.header.key_bits == 32:
+            keys = keys & np.int64(0xFFFF_FFFF)
+        found: IndexArray = self.mapped.table.positions(keys)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +79,7 @@ def open_delta_base(base: BaseVersion, spec: TableSpec) -> DeltaBase | None:
     entry = base.manifest.tables.get(spec.name)
     if entry is None or entry.dim != spec.dim:
         return None
-    if spec.dtype != "float32" or spec.key_dtype == "uint32" or not is_whole(base, spec.name):
+    if not is_whole(base, spec.name):
         return None
     pure = entry.model_copy(update={"delta": None, "origin": None})
     try:
@@ -72,9 +87,9 @@ def open_delta_base(base: BaseVersion, spec: TableSpec) -> DeltaBase | None:
         mapped = open_mapped(files.folder / MAPPED_FILE, 0, 0)
     except ModelError:
         return None
-    header = mapped.header
+    header, options = mapped.header, MappedOptions.of(spec)
     found = header.digest, header.rows, header.dtype, header.key_bits
-    fits = found == (files.digest, files.rows, np.dtype("<f4"), 64)
+    fits = found == (files.digest, files.rows, options.dtype, options.key_bits)
     return DeltaBase(files, mapped, pure) if fits else None
 
 
@@ -86,12 +101,12 @@ def difference(
     seen = np.zeros(base.files.rows, bool)
     masked = np.zeros(base.files.rows, bool)
     rows: list[IndexArray] = []
+    base_rows = _BaseRows(base)
     start = 0
     for keys, vectors in table.blocks(block_rows(table.dim)):
-        at = base.mapped.table.positions(keys)
+        at = base.positions(keys)
         known = np.flatnonzero(at >= 0)
-        old = np.empty((len(known), table.dim), np.float32)
-        base.mapped.table.copy_records(at[known], old)
+        old = base_rows.at(at[known])
         same = (old.view(np.uint32) == vectors[known].view(np.uint32)).all(axis=1)
         changed = np.ones(len(keys), bool)
         changed[known[same]] = False
@@ -106,7 +121,7 @@ def difference(
     if present != np.count_nonzero(seen):
         return None
     masked |= ~seen
-    if count + np.count_nonzero(masked) > most:
+    if np.count_nonzero(masked) > most:
         return None
     return TableDifference(
         np.concatenate([np.empty(0, np.int64), *rows]), *masked_rows(base, masked)
@@ -117,15 +132,47 @@ def masked_rows(base: DeltaBase, masked: NDArray[np.bool_]) -> tuple[IndexArray,
     """Numbers in the base's files, ascending, and positions of the rows at ``masked`` positions.
 
     Reads all keys of the base."""
-    numbers, positions, start = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
-    step = block_rows(1)
-    for begin in range(0, base.files.rows, step):
-        at = base.mapped.table.positions(base.files.keys(begin, begin + step))
+    numbers, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for start, at in _position_blocks(base):
         chosen = np.flatnonzero(masked[at])
         numbers.append(start + chosen)
         positions.append(at[chosen])
-        start += len(at)
     return np.concatenate(numbers), np.concatenate(positions)
+
+
+def _position_blocks(base: DeltaBase) -> Iterator[tuple[int, IndexArray]]:
+    """Yield the positions (n,) in the mapped file of successive rows of the base, and the first's number."""
+    step = block_rows(1)
+    for start in range(0, base.files.rows, step):
+        yield start, base.positions(base.files.keys(start, start + step))
+
+
+class _BaseRows:
+    """The base's rows in float32, as they were published, by their positions in the mapped file.
+
+    The mapped file has them unless it rounds them to float16. Then they are read from the other file, for
+    which their numbers take four bytes a row: rows that only round alike are different rows."""
+
+    def __init__(self, base: DeltaBase) -> None:
+        self._base = base
+        self._numbers: NDArray[np.uint32] | None = None
+        if base.options.dtype != np.float32:
+            self._numbers = np.empty(base.files.rows, np.uint32)
+            for start, at in _position_blocks(base):
+                self._numbers[at] = np.arange(start, start + len(at))
+
+    def at(self, positions: IndexArray) -> NDArray[np.float32]:
+        """Return the rows (n, dim) at ``positions (n,)``. Raises ModelError."""
+        files = self._base.files
+        if self._numbers is None:
+            rows = np.empty((len(positions), files.dim), np.float32)
+            self._base.mapped.table.copy_records(positions, rows)
+            return rows
+        numbers = self._numbers[positions].astype(np.int64)
+        first, last = (numbers.min(), numbers.max()) if len(numbers) else (0, -1)
+        if last - first > _SPREAD * len(numbers):  # in another order
+            return files.vectors_at(numbers)
+        return files.vectors(int(first), int(last) + 1)[numbers - first]
 
 
 def replace_by_delta(
@@ -182,7 +229,7 @@ def write_delta(
     name, dim = base.files.name, base.files.dim
     pair = TableEntry(rows=rows, dim=dim, key=entry.key, emb_vector=entry.emb_vector)
     files = open_pair(target, name, dim, pair)
-    write_mapped(files, target / MAPPED_FILE)
+    write_mapped(files, target / MAPPED_FILE, base.options)
     digest = merged_digest(base.files.digest, files.digest, entry.masked.checksum)
     path = target / MASKED_POSITIONS_FILE
     write_masked_positions(path, digest, base.mapped.header, masked[1])

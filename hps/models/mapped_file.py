@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.config.model_schema import TableSpec
 from hps.errors import ModelError
 from hps.models.external_sort import Chunk, Codes, DuplicateCounter, prefetch, sorted_chunks
 from hps.models.tables import TableFiles
@@ -57,6 +58,11 @@ class MappedOptions:
     dtype: Any = np.float32
     key_bits: Literal[32, 64] = 64
     threads: int = field(default_factory=lambda: min(8, len(os.sched_getaffinity(0))))
+
+    @staticmethod
+    def of(spec: TableSpec) -> MappedOptions:
+        """The properties that a table's description demands."""
+        return MappedOptions(np.dtype(spec.dtype), 32 if spec.key_dtype == "uint32" else 64)
 
 
 def write_mapped(

@@ -201,10 +201,7 @@ def write_mapped_files(folder: Path, spec: ModelSpec, manifest: Manifest) -> Non
         if (folder / TABLES_FOLDER / table.name / MAPPED_FILE).exists():
             continue  # it is shared
         files = open_table(folder / TABLES_FOLDER / table.name, table.name, table.dim, manifest)
-        options = MappedOptions(
-            dtype=np.dtype(table.dtype), key_bits=32 if table.key_dtype == "uint32" else 64
-        )
-        write_mapped(files, files.folder / MAPPED_FILE, options)
+        write_mapped(files, files.folder / MAPPED_FILE, MappedOptions.of(table))
 
 
 def _chunks(source: Source) -> Iterator[Chunk]:

@@ -107,8 +107,9 @@ FIRST = {0: 1000.0, 3: None, 7: 2000.0, 6: 3000.0}
 SECOND = {0: None, 3: 4000.0, 6: 5000.0, 8: 6000.0, 9: None}
 
 
-def test_updates_become_a_delta(tmp_path):
-    served = Served(tmp_path)
+@pytest.mark.parametrize("table", [{}, {"dtype": "float16"}, {"key_dtype": "uint32"}])
+def test_updates_become_a_delta(tmp_path, table):
+    served = Served(tmp_path, **table)
     served.update(1, FIRST)
     folder, tables = served.compact(1)
     assert folder == tmp_path / "models/m/2"
@@ -132,8 +133,9 @@ def test_updates_become_a_delta(tmp_path):
     )
 
 
-def test_versions_are_compacted_again(tmp_path):
-    served = Served(tmp_path)
+@pytest.mark.parametrize("table", [{}, {"dtype": "float16"}, {"key_dtype": "uint32"}])
+def test_versions_are_compacted_again(tmp_path, table):
+    served = Served(tmp_path, **table)
     served.update(1, FIRST)
     served.compact(1)
     served.update(2, SECOND, offset=12)
@@ -149,11 +151,9 @@ def test_versions_are_compacted_again(tmp_path):
     assert served.rows(2, "third") == expected(FIRST)
 
 
-@pytest.mark.parametrize("how", ["loaded", "float16", "many"])
+@pytest.mark.parametrize("how", ["loaded", "many"])
 def test_other_tables_are_written_whole(tmp_path, how):
-    served = Served(
-        tmp_path, maps=how != "loaded", **({"dtype": "float16"} if how == "float16" else {})
-    )
+    served = Served(tmp_path, maps=how != "loaded")
     changes = dict.fromkeys(range(0, 1500, 3), 7.0) if how == "many" else FIRST
     served.update(1, changes)
     _, tables = served.compact(1, version=5)

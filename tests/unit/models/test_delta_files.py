@@ -151,20 +151,65 @@ def test_equal_table_of_a_delta_is_shared(repository, tables):
 def test_large_difference_is_written_whole(repository, tables):
     keys, vectors = tables[1]
     vectors = vectors.copy()
-    vectors[: ROWS // 5] += 1
-    write(repository.root, 4, (keys, vectors))
+    vectors[: ROWS // 9] += 1
+    write(repository.root, 4, (keys, vectors), base=1)
     write(repository.root, 5, (keys[: ROWS // 2], vectors[: ROWS // 2]))
     assert [is_delta(repository, v) for v in (4, 5)] == [False, False]
 
 
-@pytest.mark.parametrize("table", [{"dtype": "float16"}, {"key_dtype": "uint32"}])
-def test_other_types_are_written_whole(tmp_path, table):
-    spec, keys = spec_of(**table), np.arange(500)
+@pytest.mark.parametrize("removed", [0, 12])
+def test_replaced_rows_count_once(repository, tables, removed):
+    """A delta may replace 10 % of the rows, or replace some and remove others."""
+    keys, vectors = tables[1]
+    vectors = vectors.copy()
+    vectors[-(len(keys) // 10 - removed) :] += 1
+    write(repository.root, 4, (keys[removed:], vectors[removed:]), base=1)
+    assert is_delta(repository, 4)
+
+
+OTHER_TYPES = [
+    {"dtype": "float16"},
+    {"key_dtype": "uint32"},
+    {"dtype": "float16", "key_dtype": "uint32"},
+]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("table", OTHER_TYPES)
+def test_other_types(tmp_path, table, ordered):
+    """Keys whose low 32 bits alone count, and rows that float16 rounds, some of them to the same row."""
+    spec, rng = spec_of(**table), np.random.default_rng(5)
+    keys = rng.choice(2**32, 1000, replace=False)
+    if "key_dtype" in table:
+        keys -= 2**40
     vectors = rows_of(1, keys)
     write(tmp_path, 1, (keys, vectors), spec)
     vectors[3] += 1
+    vectors[5] = np.nextafter(vectors[5], np.float32(9))  # the same in float16
+    kept = np.arange(2, 1000) if ordered else rng.permutation(np.arange(2, 1000))
+    new = np.array([2**41 + 1, 2**41 + 2])
+    keys = np.concatenate([keys[kept], new])
+    vectors = np.concatenate([vectors[kept], rows_of(2, new)])
     write(tmp_path, 2, (keys, vectors), spec)
-    assert not is_delta(Repository(tmp_path), 2)
+    opened = Repository(tmp_path).open("m", 2)
+    files = opened.tables["t"]
+    assert isinstance(files, DeltaFiles)
+    assert (files.delta.rows, len(files.masked_rows())) == (4, 4)
+    assert content(files.keys(), files.vectors()) == content(keys, vectors)
+    assert {each.level for each in check_version(opened, NoProgress())} == {"OK"}
+
+    (served,) = opened.embedding_tables().values()
+    expected = content(served.narrow(keys), vectors.astype(served.dtype))
+    probes = np.unique(np.concatenate([served.narrow(keys), np.arange(50)]))
+    for how in ("mapped", "loaded"):
+        store = MappedTier(tmp_path / how, maps=how == "mapped")
+        (report,) = load_tables(opened, [served], store, NoProgress())
+        assert report.how == how
+        part = Part.make(served, probes)
+        store.fetch([part], FetchContext())
+        found = part.source != 0
+        assert content(probes[found], part.out[found]) == expected
+        store.close()
 
 
 def test_repeated_keys_are_written_whole(tmp_path, tables):

@@ -13,6 +13,7 @@ from tests.support.waiting import PATIENT_GUARD
 
 DIM, ROWS = 32, 60_000
 SPEC = ModelSpec.model_validate({"name": "m", "tables": [{"name": "t", "dim": DIM}]})
+TYPES = [{}, {"dtype": "float16", "key_dtype": "uint32"}]
 KEYS = np.arange(ROWS) * 7919
 CHANGED = np.random.default_rng(3).choice(ROWS, ROWS // 100, replace=False)
 
@@ -24,11 +25,17 @@ def rows_of(version):
     return rows
 
 
+@pytest.fixture(scope="module", params=TYPES, ids=str)
+def table(request):
+    return {"name": "t", "dim": DIM, **request.param}
+
+
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory):
+def repository(tmp_path_factory, table):
     root = tmp_path_factory.mktemp("delta") / "models"
+    spec = ModelSpec.model_validate({"name": "m", "tables": [table]})
     for version in (1, 2):
-        write_version(root, SPEC, version, {"t": (KEYS, rows_of(version))}, mapped=True)
+        write_version(root, spec, version, {"t": (KEYS, rows_of(version))}, mapped=True)
     return root
 
 
@@ -68,11 +75,12 @@ def mapped_bytes(folder):
     return total
 
 
-def test_both_versions_have_their_rows(node):
+def test_both_versions_have_their_rows(node, table):
     for version in (1, 2):
         found = node.lookup("m", {"t": KEYS}, version=version)
         assert not found.defaulted
-        np.testing.assert_array_equal(found.vectors["t"], rows_of(version))
+        stored = rows_of(version).astype(table.get("dtype", "float32"))
+        np.testing.assert_array_equal(found.vectors["t"], stored)
 
 
 def test_updates_replace_rows_of_base_and_delta(node):
