@@ -46,11 +46,18 @@ _Job = tuple[_FileState, int | None]
 class VersionDownload:
     """Download of some files by a number of threads. Used once, by one thread.
 
-    ``where``: prefix of the files' paths in error messages."""
+    ``where``: prefix of the files' paths in error messages. ``distrust`` gets the path of a file that does
+    not match its checksum, before that is downloaded again."""
 
-    def __init__(self, where: str, open_file: OpenFile, limits: DownloadLimits) -> None:
+    def __init__(
+        self,
+        where: str,
+        open_file: OpenFile,
+        limits: DownloadLimits,
+        distrust: Callable[[str], None] = lambda _path: None,
+    ) -> None:
         self._where = where
-        self._open_file = open_file
+        self._open_file, self._distrust = open_file, distrust
         self._limits = limits
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._events: SimpleQueue[int | Exception] = SimpleQueue()
@@ -156,6 +163,7 @@ class VersionDownload:
                 self._where,
                 partial.relative,
             )
+            self._distrust(partial.relative)
             partial.restart()
             for job in _jobs_of(_FileState(partial, repeated=True)):
                 self._jobs.put(job)

@@ -39,11 +39,15 @@ def mapped_entries(store: RemoteStore, prefix: str, manifest: Manifest) -> dict[
     return {p: RemoteEntry(size, None) for p, size in zip(paths, sizes, strict=True) if size}
 
 
-def remove_damaged(folder: Path, manifest: Manifest) -> None:
-    """Check the downloaded mapped files of a version, all blocks, and remove those that don't fit."""
-    for path, why in _damaged(folder, manifest):
+def remove_damaged(folder: Path, manifest: Manifest) -> bool:
+    """Check the downloaded mapped files of a version, all blocks, and remove those that don't fit.
+
+    Returns whether there was one."""
+    found = list(_damaged(folder, manifest))
+    for path, why in found:
         log.warning("download: %s is not used: %s", path, why)
         path.unlink()
+    return bool(found)
 
 
 def _damaged(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:

@@ -5,19 +5,33 @@ from __future__ import annotations
 import http.client
 import logging
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from urllib.error import URLError
+from typing import TypeVar
+from urllib.error import HTTPError, URLError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
 
+from hps.backoff import Backoff
 from hps.models.manifest import FILE_NAME
 from hps.models.remote.store import RemoteFile
 
 log = logging.getLogger(__name__)
 
 OpenFile = Callable[[str], RemoteFile]
+Read = TypeVar("Read")
+_FAILURES = OSError, ValueError, http.client.HTTPException
+# Half a second in all: longer than a node takes to read the ranges before this one, and short beside the
+# download of a range from the store.
+_BUSY_ATTEMPTS = 6
+_BUSY_BACKOFF = Backoff(0.02, 0.5)
+
+
+class PeerBusy(Exception):
+    """A peer that reads as many ranges as it may, and answers again soon."""
 
 
 @dataclass(frozen=True)
@@ -34,37 +48,58 @@ class PeerAccess:
 class PeerVersion:
     """The peers that serve one version with the same manifest. Thread-safe.
 
-    A peer that fails is not asked again for this version."""
+    A peer that fails is not asked again for this version. One that is busy is asked again after a pause."""
 
     def __init__(self, access: PeerAccess, model: str, version: int, manifest: bytes) -> None:
         self._access = access
         self._prefix = f"/v1/models/{quote(model)}/versions/{version}/files"
         self._lock = threading.Lock()
+        self._turn = 0
+        self._sources: defaultdict[str, set[str]] = defaultdict(
+            set
+        )  # peers by the paths they returned
         self._peers = [each for each in access.addresses if self._serves(each, manifest)]
 
     def __bool__(self) -> bool:
         return bool(self._peers)
 
-    def open(self, path: str, store: OpenFile) -> RemoteFile:
-        """A file of the version; ranges that no peer returns are read from the store's."""
-        return _PeerFile(self, path, store)
+    def open(self, path: str, store: OpenFile, store_bytes: int = 0) -> RemoteFile:
+        """A file of the version; its first ``store_bytes``, and what no peer returns, are the store's."""
+        return _PeerFile(self, path, store, store_bytes)
 
     def read(self, path: str, size: int, offset: int) -> bytes | None:
-        """A range of a file from one of the peers; None if none returns it."""
-        while (address := self._next(offset)) is not None:
+        """A range of a file from one of the peers; None if none returns it, or all are busy."""
+        try:
+            return _while_busy(lambda: self._read(path, size, offset))
+        except PeerBusy:
+            return None
+
+    def distrust(self, path: str) -> None:
+        """Drop the peers that returned parts of a file which does not match its checksum."""
+        with self._lock:
+            sources = self._sources.pop(path, set())
+        for address in sources:
+            self._drop(address, ValueError(f"{path} does not match its checksum"))
+
+    def _read(self, path: str, size: int, offset: int) -> bytes | None:
+        while (address := self._next()) is not None:
             try:
                 data = self._get(address, path, size, offset)
-            except (OSError, ValueError, http.client.HTTPException) as error:
+            except _FAILURES as error:
                 self._drop(address, error)
-            else:
-                if len(data) == size:
-                    return data
-                self._drop(address, ValueError(f"{len(data)} bytes instead of {size}"))
+                continue
+            if len(data) == size:
+                with self._lock:
+                    self._sources[path].add(address)
+                return data
+            self._drop(address, ValueError(f"{len(data)} bytes instead of {size}"))
         return None
 
-    def _next(self, offset: int) -> str | None:
+    def _next(self) -> str | None:
+        """The peers in turn, so that the one after a busy peer is asked next."""
         with self._lock:
-            return self._peers[(offset >> 16) % len(self._peers)] if self._peers else None
+            self._turn += 1
+            return self._peers[self._turn % len(self._peers)] if self._peers else None
 
     def _drop(self, address: str, error: Exception) -> None:
         with self._lock:
@@ -74,8 +109,8 @@ class PeerVersion:
 
     def _serves(self, address: str, manifest: bytes) -> bool:
         try:
-            found = self._get(address, FILE_NAME, len(manifest) + 1, 0)
-        except (OSError, ValueError, http.client.HTTPException) as error:
+            found = _while_busy(lambda: self._get(address, FILE_NAME, len(manifest) + 1, 0))
+        except (PeerBusy, *_FAILURES) as error:
             reason = error.reason if isinstance(error, URLError) else error
             log.info("download: peer %s does not serve this version: %s", address, reason)
             return False
@@ -86,22 +121,45 @@ class PeerVersion:
         if key := self._access.api_key():
             headers["X-API-Key"] = key
         request = Request(f"{address}{self._prefix}/{quote(path)}", headers=headers)
-        with closing(urlopen(request, timeout=self._access.timeout_s)) as reply:
-            data: bytes = reply.read(size)
-            return data
+        try:
+            with closing(urlopen(request, timeout=self._access.timeout_s)) as reply:
+                data: bytes = reply.read(size)
+                return data
+        except HTTPError as error:
+            error.close()
+            if error.code == http.HTTPStatus.SERVICE_UNAVAILABLE:
+                raise PeerBusy(f"{address} is busy") from None
+            raise
+
+
+def _while_busy(read: Callable[[], Read]) -> Read:
+    """Call ``read``, repeatedly with pauses while a peer is busy. Raises PeerBusy after the last attempt."""
+    for attempt in range(1, _BUSY_ATTEMPTS):
+        try:
+            return read()
+        except PeerBusy:
+            time.sleep(_BUSY_BACKOFF.pause_s(attempt))
+    return read()
 
 
 class _PeerFile:
     """See `RemoteFile`."""
 
-    def __init__(self, peers: PeerVersion, path: str, store: OpenFile) -> None:
+    def __init__(self, peers: PeerVersion, path: str, store: OpenFile, store_bytes: int) -> None:
         self._peers, self._path, self._open_store = peers, path, store
+        self._store_bytes = store_bytes
         self._lock = threading.Lock()
         self._stored: RemoteFile | None = None
 
     def read_at(self, size: int, offset: int) -> bytes:
-        data = self._peers.read(self._path, size, offset)
-        return self._from_store().read_at(size, offset) if data is None else data
+        own = max(0, min(size, self._store_bytes - offset))
+        head = self._from_store().read_at(own, offset) if own else b""
+        if len(head) < own or own == size:
+            return head
+        data = self._peers.read(self._path, size - own, offset + own)
+        return head + (
+            self._from_store().read_at(size - own, offset + own) if data is None else data
+        )
 
     def close(self) -> None:
         if self._stored is not None:

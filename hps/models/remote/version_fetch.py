@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hps.errors import ModelError
 from hps.models.manifest import DENSE_FILE, FILE_NAME, Manifest, read_manifest
+from hps.models.mapped_file import MAPPED_FILE
 from hps.models.remote.cache import DownloadCache
 from hps.models.remote.download import DownloadLimits, OpenFile, VersionDownload
 from hps.models.remote.mapped_tables import mapped_entries, remove_damaged
@@ -20,6 +21,7 @@ from hps.models.remote.peers import PeerAccess, PeerVersion
 from hps.models.remote.shared_files import link_downloaded
 from hps.models.remote.store import RemoteFile, RemoteStore
 from hps.models.staging import fsync_all
+from hps.native.mapped_format import HEADER_BYTES
 from hps.types import Progress
 
 log = logging.getLogger(__name__)
@@ -66,8 +68,16 @@ class VersionFetcher:
         size = sum(entry.bytes for entry in files.values())
         log.info("download: %s/%s, %d bytes, to %s", self._store.uri, key, size, hidden.parent)
         link_downloaded(hidden.parent, hidden, manifest, files)
-        self._fetch(key, hidden, files, self._source(manifest, text))
-        remove_damaged(hidden, manifest)
+        peers, no_peers = (
+            PeerVersion(access, manifest.model, manifest.version, text)
+            for access in (self._peers, PeerAccess())
+        )
+        has_peers = bool(peers)
+        self._fetch(key, hidden, files, peers)
+        if remove_damaged(hidden, manifest) and has_peers:
+            log.warning("download: %s: downloading these files again, from the store", key)
+            self._fetch(key, hidden, files, no_peers)
+            remove_damaged(hidden, manifest)
         fsync_all(hidden)
         (hidden / f"{FILE_NAME}.part").rename(hidden / FILE_NAME)
         log.info("download: %s complete after %.1f s", key, time.monotonic() - started)
@@ -91,7 +101,7 @@ class VersionFetcher:
         return manifest
 
     def _fetch(
-        self, key: str, hidden: Path, files: Mapping[str, RemoteEntry], source: OpenFile
+        self, key: str, hidden: Path, files: Mapping[str, RemoteEntry], peers: PeerVersion
     ) -> None:
         """Download what is missing of ``files``; ``key``: ``<model>/<version>``."""
         size = sum(entry.bytes for entry in files.values())
@@ -107,7 +117,8 @@ class VersionFetcher:
                 report.add(done)
                 step(done)
 
-            VersionDownload(f"{self._store.uri}/{key}", source, self._limits).run(partials, advance)
+            where, opener = f"{self._store.uri}/{key}", self._opener(key, files, peers)
+            VersionDownload(where, opener, self._limits, peers.distrust).run(partials, advance)
 
     def _reserve(
         self, key: str, hidden: Path, files: Mapping[str, RemoteEntry], opened: ExitStack
@@ -123,17 +134,22 @@ class VersionFetcher:
                 partials.append(file)
         return partials
 
-    def _source(self, manifest: Manifest, text: bytes) -> OpenFile:
-        """Where files come from: peers, which then need the same manifest, else the store."""
-        name, version = manifest.model, manifest.version
-        peers = PeerVersion(self._peers, name, version, text)
+    def _opener(self, key: str, files: Mapping[str, RemoteEntry], peers: PeerVersion) -> OpenFile:
+        """Opens files at peers, else in the store.
+
+        The manifest has no checksum of a mapped file. The file's header is the store's; it determines the
+        checksums of all blocks, which `remove_damaged` compares."""
 
         def from_store(path: str) -> RemoteFile:
-            return self._store.open(f"{name}/{version}/{path}")
+            return self._store.open(f"{key}/{path}")
 
         def open_file(path: str, repeated: bool) -> RemoteFile:
+            is_mapped = path.endswith(f"/{MAPPED_FILE}")
+            is_checked = is_mapped or files[path].checksum is not None
             # A file that differed is downloaded again from the store alone.
-            return from_store(path) if repeated or not peers else peers.open(path, from_store)
+            if repeated or not is_checked or not peers:
+                return from_store(path)
+            return peers.open(path, from_store, HEADER_BYTES if is_mapped else 0)
 
         return open_file
 
