@@ -3,14 +3,16 @@
 Object stores do not all have a conditional write, and PyArrow offers none. Publishers of one version
 exclude each other by claims: each writes a claim file, then lists the claims, and withdraws if there is
 another one. Stores list a file as soon as it is written, so at most one continues. A publisher renews its
-claim; the claim of a killed one expires after `CLAIM_S`."""
+claim; the claim of a killed one expires after `CLAIM_S`. One that was suspended for longer stops: another
+publisher may have begun. Only files whose upload had begun are completed then: PyArrow cannot abandon an
+upload, and half a file in the place of the other publisher's would be worse than a whole one."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -57,13 +59,13 @@ def publish_remote(
     target = f"{version.name}/{version.version}"
     with _Claim(store, version).held() as claim:
         files = _SharedUploads(version, store, _stored(store, manifest))
-        _upload(files, _files(version, manifest), progress, parallel, claim.renew)
+        _upload(files, _files(version, manifest), progress, parallel, claim)
+        claim.require_sole()
+        _require_new(store, version)
         if writes_spec:
             store.write(
                 f"{version.name}/{SPEC_FILE}", (version.folder.parent / SPEC_FILE).read_bytes()
             )
-        claim.require_sole()
-        _require_new(store, version)
         store.write(f"{target}/{FILE_NAME}", (version.folder / FILE_NAME).read_bytes())
     return f"{store.uri}/{target}"
 
@@ -130,7 +132,7 @@ def _upload(
     files: dict[str, RemoteEntry],
     progress: Progress,
     parallel: int,
-    renew: Callable[[], None],
+    claim: _Claim,
 ) -> None:
     title, size = f"upload {uploads.version.key}", sum(entry.bytes for entry in files.values())
     stop, sent = Event(), [0] * len(files)
@@ -142,29 +144,36 @@ def _upload(
         reported = 0
         try:
             for i, (path, entry) in enumerate(files.items()):
-                upload = _FileUpload(uploads, stop, sent, i)
+                upload = _FileUpload(uploads, claim, stop, sent, i)
                 jobs.add(pool.submit(upload.run, path, entry))
             while jobs:
                 done, jobs = wait(jobs, _POLL_S, FIRST_EXCEPTION)
                 for job in done:
                     job.result()
-                renew()
+                claim.renew()
                 total = sum(sent)
                 step(total - reported)
                 reported = total
+        except _ClaimExpired:
+            pool.shutdown(cancel_futures=True)
+            raise
         finally:
+            pool.shutdown(wait=False, cancel_futures=True)
             stop.set()
 
 
 class _FileUpload:
     """The upload of one file, which counts its bytes in ``sent[index]``."""
 
-    def __init__(self, uploads: _SharedUploads, stop: Event, sent: list[int], index: int) -> None:
+    def __init__(
+        self, uploads: _SharedUploads, claim: _Claim, stop: Event, sent: list[int], index: int
+    ) -> None:
         self._version, self._store, self._stored = uploads.version, uploads.store, uploads.stored
-        self._stop, self._sent, self._index = stop, sent, index
+        self._claim, self._stop, self._sent, self._index = claim, stop, sent, index
 
     def run(self, path: str, entry: RemoteEntry) -> None:
         """Upload, and compare what was read with the manifest; or copy a file that the store has."""
+        self._claim.require_current()
         source = self._version.folder / path
         digest = hashlib.sha256()
         target = f"{self._version.key}/{path}"
@@ -181,14 +190,19 @@ class _FileUpload:
             compare_checksum(source, entry.checksum, f"sha256:{digest.hexdigest()}")
 
 
+class _ClaimExpired(ModelError):
+    """The claim was not renewed in time; another publisher may have begun."""
+
+
 class _Claim:
-    """A publisher's claim to a version; used by one thread."""
+    """A publisher's claim to a version; written by one thread."""
 
     def __init__(self, store: ArrowStore, version: ModelVersion) -> None:
         self._store, self._version = store, version
         self._folder = f"{version.name}/.publish-{version.version}"
         self._name = secrets.token_hex(8)
         self._renewed = 0.0
+        self._stamp: float | None = None  # of the claim's file, by the store's clock
 
     @contextmanager
     def held(self) -> Iterator[_Claim]:
@@ -201,14 +215,26 @@ class _Claim:
                 self._store.delete(f"{self._folder}/{self._name}")
 
     def renew(self) -> None:
-        if time.monotonic() - self._renewed > _RENEW_S:
-            self._write()
+        """Renew the claim if it is time; raises ModelError as `require_sole`."""
+        if _now() - self._renewed > _RENEW_S:
+            self.require_sole()
+
+    def require_current(self) -> None:
+        """Raise ModelError if the claim has expired by this machine's clock. Thread-safe."""
+        if _now() - self._renewed >= CLAIM_S:
+            raise self._expired()
 
     def require_sole(self) -> None:
-        """Raise ModelError if another publisher has a claim; ages are by the store's clock."""
+        """Raise ModelError if the claim had expired, or another publisher has one.
+
+        Ages are by the store's clock: this machine's may have stopped, too."""
+        self.require_current()  # first, for a renewed claim would stop the publisher that took over
         self._write()
         claims = self._store.modified(self._folder)
-        now = claims.pop(self._name, None)
+        before, self._stamp = self._stamp, claims.pop(self._name, None)
+        now = self._stamp
+        if now is not None and before is not None and now - before >= CLAIM_S:
+            raise self._expired()
         for name, at in claims.items():
             if now is None or at is None or now - at < CLAIM_S:
                 raise ModelError(
@@ -217,6 +243,21 @@ class _Claim:
                     f"after {CLAIM_S:g} s (its claim is {self._folder}/{name})"
                 )
 
+    def _expired(self) -> _ClaimExpired:
+        return _ClaimExpired(
+            f"publishing version {self._version.version} of model '{self._version.name}' to "
+            f"{self._store.uri} was suspended for more than {CLAIM_S:g} s, so that another process may have "
+            "begun to publish it; publish it again, and if the repository has the version then, check that "
+            f"one with `hps model verify {self._version.name} --version {self._version.version} "
+            f"--repository {self._store.uri}`"
+        )
+
     def _write(self) -> None:
+        began = _now()  # a slow write may have reached the store at any time since
         self._store.write(f"{self._folder}/{self._name}", self._name.encode())
-        self._renewed = time.monotonic()
+        self._renewed = began
+
+
+def _now() -> float:
+    """Seconds of a clock that goes on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
