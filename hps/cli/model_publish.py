@@ -50,6 +50,8 @@ class PublishModelOptions(ReportOptions):
     """Files to upload at a time."""
     replace_spec: bool = option(False)
     """Replace a model.yaml there that differs."""
+    no_mapped: bool = option(False)
+    """Upload a version without mapped files as it is; by default they are written into it first."""
 
 
 def publish(options: PublishModelOptions) -> None:
@@ -68,7 +70,11 @@ def publish(options: PublishModelOptions) -> None:
     uri = str(opened.folder)
     if remote is not None:
         uri = publish_to(
-            remote, opened, parallel=options.parallel, replace_spec=options.replace_spec
+            remote,
+            opened,
+            parallel=options.parallel,
+            replace_spec=options.replace_spec,
+            mapped=not options.no_mapped,
         )
     options.report(
         {"model": opened.name, "version": opened.version, "uri": uri},
@@ -114,16 +120,28 @@ def _write_dense(options: PublishModelOptions, dense: Path) -> int:
 
 
 def publish_to(
-    uri: RepositoryUri, version: ModelVersion, *, parallel: int = 8, replace_spec: bool = False
+    uri: RepositoryUri,
+    version: ModelVersion,
+    *,
+    parallel: int = 8,
+    replace_spec: bool = False,
+    mapped: bool = True,
 ) -> str:
-    """Publish a version, with progress; returns its URI. Raises ModelError, ConfigError."""
+    """Publish a version, with progress; returns its URI. Raises ModelError, ConfigError.
+
+    For the arguments see `publish_remote`."""
     from hps.cli.progress import ConsoleProgress
     from hps.models.remote.opening import open_writable_store
     from hps.models.remote.publish import publish_remote
 
     store = open_writable_store(uri)
     return publish_remote(
-        version, store, ConsoleProgress(), parallel=parallel, replace_spec=replace_spec
+        version,
+        store,
+        ConsoleProgress(),
+        parallel=parallel,
+        replace_spec=replace_spec,
+        mapped=mapped,
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,11 +23,13 @@ from hps.models.manifest import (
     FileEntry,
     Manifest,
     TableEntry,
+    checksum_file,
+    compare_checksum,
     manifest_time,
     write_manifest,
 )
 from hps.models.mapped_file import MAPPED_FILE, MappedOptions, write_mapped
-from hps.models.repository import SPEC_FILE
+from hps.models.repository import SPEC_FILE, ModelVersion
 from hps.models.staging import (
     clean_leftovers,
     fsync_all,
@@ -38,7 +41,7 @@ from hps.models.staging import (
 )
 from hps.models.table_sharing import Base, BaseVersion, find_base, share_equal_tables
 from hps.models.tables import open_table
-from hps.types import as_keys
+from hps.types import Progress, as_keys
 
 Chunk = tuple[Any, Any]
 Source = Chunk | Iterable[Chunk]
@@ -202,6 +205,40 @@ def write_mapped_files(folder: Path, spec: ModelSpec, manifest: Manifest) -> Non
             continue  # it is shared
         files = open_table(folder / TABLES_FOLDER / table.name, table.name, table.dim, manifest)
         write_mapped(files, files.folder / MAPPED_FILE, MappedOptions.of(table))
+
+
+def add_mapped_files(opened: ModelVersion, progress: Progress) -> None:
+    """Write the mapped files that a version in a repository misses; its files must match its manifest.
+
+    Each appears complete or not at all; `clean_leftovers` removes what a killed process leaves. Raises
+    ModelError, also if the repository cannot be written."""
+    absent = [
+        (table, pair)
+        for table in opened.spec.tables
+        for pair in opened.tables[table.name].pairs
+        if not (pair.folder / MAPPED_FILE).exists()
+    ]
+    if not absent:
+        return
+    model = opened.folder.parent
+    if not os.access(model, os.W_OK):
+        raise ModelError(
+            f"{model} cannot be written, but version {opened.version} misses mapped files, which are "
+            "written into it first; make it writable, or publish the version as it is (--no-mapped)"
+        )
+    clean_leftovers(model)
+    with hidden_folder(model, opened.version) as folder:
+        for table, pair in absent:
+            for path, entry in pair.entries():
+                compare_checksum(path, entry.checksum, checksum_file(path))
+            with progress.task(f"writing mapped file of {table.name}", pair.rows) as step:
+                write_mapped(pair, folder / MAPPED_FILE, MappedOptions.of(table), step)
+            target = pair.folder / MAPPED_FILE
+            try:
+                (folder / MAPPED_FILE).rename(target)
+                fsync_path(target.parent)
+            except OSError as error:
+                raise ModelError(f"cannot write {target}: {error.strerror}") from error
 
 
 def _chunks(source: Source) -> Iterator[Chunk]:

@@ -28,6 +28,7 @@ from hps.models.remote.partial_file import RemoteEntry
 from hps.models.remote.shared_files import identities, uploaded_files
 from hps.models.remote.store import FileMissing
 from hps.models.repository import SPEC_FILE, ModelVersion
+from hps.models.version_writer import add_mapped_files
 from hps.types import Progress
 
 CLAIM_S = 120.0
@@ -43,11 +44,13 @@ def publish_remote(
     *,
     parallel: int = 8,
     replace_spec: bool = False,
+    mapped: bool = True,
 ) -> str:
     """Upload a local version; returns its URI.
 
     A version that the store has is never replaced. ``replace_spec``: replace a ``model.yaml`` that
-    differs. Raises ModelError, or StoreUnavailable; the version is not visible then."""
+    differs. ``mapped``: write mapped files that the version misses first. Raises ModelError, or
+    StoreUnavailable; the version is not visible then."""
     manifest = version.manifest
     if manifest is None:
         raise ModelError(
@@ -56,6 +59,8 @@ def publish_remote(
         )
     _require_new(store, version)
     writes_spec = _check_spec(store, version.spec, replace=replace_spec)
+    if mapped:
+        add_mapped_files(version, progress)
     target = f"{version.name}/{version.version}"
     with _Claim(store, version).held() as claim:
         files = _SharedUploads(version, store, _stored(store, manifest))

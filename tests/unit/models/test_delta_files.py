@@ -11,7 +11,7 @@ from hps.models.check import check_version
 from hps.models.delta_files import DeltaFiles
 from hps.models.loader import load_tables
 from hps.models.repository import Repository
-from hps.models.version_writer import write_version
+from hps.models.version_writer import add_mapped_files, write_version
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.mapped import MappedTier
 from hps.types import NoProgress
@@ -260,3 +260,14 @@ def check_files_of(opened):
     from hps.models.check import check_files
 
     return [check_files(files, NoProgress()) for files in opened.tables.values()]
+
+
+def test_mapped_files_that_are_missing_are_written_again(repository):
+    """The same ones, so that the positions of masked rows fit the base's file."""
+    opened = repository.open("m", 2)
+    paths = [pair.folder / "mapped" for pair in opened.tables["t"].pairs]
+    written = [path.read_bytes() for path in paths]
+    for path in paths:
+        path.unlink()
+    add_mapped_files(opened, NoProgress())
+    assert [path.read_bytes() for path in paths] == written

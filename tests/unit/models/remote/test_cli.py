@@ -32,13 +32,15 @@ def test_publish_and_inspect(run, make_version, tmp_path):
     uri = f"s3://bucket/{tmp_path.name}-cli"
     command = ["publish", "ctr", "--repository", tmp_path / "models", "--to", uri]
     assert run(*command) == {"model": "ctr", "version": 2, "uri": f"{uri}/ctr/2"}
-    run(*command, "--version", 1)
+    run(*command, "--version", 1, "--no-mapped")
     assert run("inspect", "--repository", uri) == [
         {"model": "ctr", "versions": [1, 2], "tables": 2}
     ]
     found = run("verify", "ctr", "--repository", uri)
     assert {each["result"] for each in found} == {"OK"}
     assert [*(tmp_path / "cache/hps/models").glob("s3-*/ctr/2/tables/users/key")]
+    assert (tmp_path / "models/ctr/2/tables/users/mapped").is_file()
+    assert not (tmp_path / "models/ctr/1/tables/users/mapped").exists()
     with pytest.raises(
         ConfigError, match="is a folder; publish to a URI such as s3://bucket/models"
     ):
