@@ -111,6 +111,11 @@ class RepositoryWithPsJson(Repository):
     def versions(self, name: str) -> list[int]:
         return sorted({*self._models.versions(name), *self._published_beside(name)})
 
+    def complete(self, name: str) -> list[int]:
+        """See `Repository.complete`; versions of the `ps.json` have no manifest and are complete."""
+        beside = self._inner.complete(name) if self._published_beside(name) else []
+        return sorted({*self._models.versions(name), *beside})
+
     def published(self, name: str) -> dict[int, Hashable]:
         """See `Repository.published`; of the `ps.json`, the version that it has now. Raises ConfigError."""
         self._models.refresh()
@@ -144,10 +149,9 @@ class RepositoryWithPsJson(Repository):
             version = self._models.current().get(name)
         if not self._models.versions(name):
             return self._inner.choose(name, version, override)
-        versions = self.versions(name)
         if version is None:
-            return versions[-1]
-        if version not in versions:
+            return self.complete(name)[-1]
+        if version not in self.versions(name):
             raise NotFound(
                 f"model '{name}' has no version {version}: the ps.json has version "
                 f"{self._models.current().get(name, 'none')}, {self.location} has "

@@ -160,6 +160,12 @@ class Repository:
             int(p.name) for p in folder.iterdir() if re.fullmatch(r"[1-9][0-9]{0,17}", p.name)
         )
 
+    def complete(self, name: str) -> list[int]:
+        """Return the versions to choose from where none is named by its number, ascending.
+
+        Those with a manifest, which is written last: the others may be half copied. If none has one, all."""
+        return sorted(self.published(name)) or self.versions(name)
+
     def published(self, name: str) -> dict[int, Hashable]:
         """The complete versions, those with a manifest, each with a stamp that changes with it."""
         stamps: dict[int, Hashable] = {}
@@ -179,7 +185,7 @@ class Repository:
     def open(
         self, name: str, version: int | None = None, override: ModelOverride | None = None
     ) -> ModelVersion:
-        """Open ``version``, else the override's version, else the highest one; check its files."""
+        """Open ``version``, else the override's, else the highest of `complete`; check its files."""
         version = self.choose(name, version, override)
         spec = apply_override(self.spec(name), override)
         rest()
@@ -191,15 +197,14 @@ class Repository:
         """The version that `open` opens. Raises ModelError or NotFound."""
         if version is None and override is not None:
             version = override.version
-        versions = self.versions(name)
         if version is None:
-            if not versions:
+            if not (complete := self.complete(name)):
                 raise ModelError(
                     f"{self.location}/{name}: no version folder (1, 2, ...); "
                     "make one with `hps model import`"
                 )
-            return versions[-1]
-        if version not in versions:
+            return complete[-1]
+        if version not in (versions := self.versions(name)):
             raise NotFound(
                 f"model '{name}' has no version {version} in {self.location}; "
                 f"there is {', '.join(map(str, versions)) or 'none'}"

@@ -128,7 +128,7 @@ class ModelControl:
         number = found.version
         newest = number
         with suppress(Unavailable):  # it was opened from the cache of downloads
-            newest = max(self.repository.versions(found.name), default=number)
+            newest = max(self.repository.complete(found.name), default=number)
         follows = is_default or number >= newest
         if former is None:
             return replace(first_choice(self._settings, found.name, number), follows=follows)

@@ -95,8 +95,8 @@ def _described(
     """A version without tables, for a front end: lookup nodes have the rows and choose the version."""
     if version is None and override is not None:
         version = override.version
-    versions = repository.versions(name)
-    return repository.without_rows(name, version or (versions[-1] if versions else 1), override)
+    complete = repository.complete(name)
+    return repository.without_rows(name, version or (complete[-1] if complete else 1), override)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from hps.config import Configuration
+from hps.config import Configuration, Settings
 from hps.errors import NotFound
+from hps.models.manifest import FILE_NAME
 from hps.models.ps_json import ps_json_models, repository_with
 from hps.models.repository import ModelVersion
 from hps.node.model_opening import version_openers
-from hps.node.version_choice import ChoiceFile, VersionChoice, chosen_beside, chosen_by_settings
+from hps.node.version_choice import (
+    ChoiceFile,
+    VersionChoice,
+    chosen_beside,
+    chosen_by_settings,
+    policy_of,
+)
 from hps.types import Progress
 
 log = logging.getLogger(__name__)
@@ -60,14 +69,21 @@ def _configured(
     """The versions of the settings."""
     settings, models = configuration.settings, ps_json_models(configuration)
     repository = repository_with(models, configuration, progress)
-    available = repository.versions(name)
+    versions, complete = repository.versions(name), repository.complete(name)
+    choose: Callable[[Settings, str, list[int]], VersionChoice] = chosen_by_settings
     if (current := models.current().get(name)) is not None:
-        choice = chosen_beside(settings, name, available, current)
-    elif available:
-        choice = chosen_by_settings(settings, name, available)
-    else:
+        choose = partial(chosen_beside, current=current)
+    elif not versions:
         version = version_openers(configuration, progress=progress)[name]()
         return [version], VersionChoice(version.version, by_policy=frozenset({version.version}))
+    named = {*policy_of(settings, name).specific} & {*versions}
+    choice = choose(settings, name, sorted({*complete, *named}))
+    for number in sorted(choose(settings, name, versions).versions - choice.versions):
+        log.warning(
+            "model %s: version %d is not served: %s/%s/%d has no %s, which is written last, so it may be "
+            "half copied; version %d is the current one",
+            *(name, number, repository.location, name, number, FILE_NAME, choice.current),
+        )
     return _opened(configuration, name, choice, progress), choice
 
 

@@ -138,6 +138,20 @@ def test_versions_of_a_model_repository_are_loaded_too(ps: PsJson, node: Node) -
     assert node.load("wdl") == 1  # by default, what the ps.json says
 
 
+def test_half_copied_version_beside_the_file_is_left_out_at_a_start(
+    ps: PsJson, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = ModelSpec.model_validate({"name": "wdl", "tables": [{"name": "user", "dim": 4}]})
+    rows = np.arange(ROWS), np.full((ROWS, 4), 5000, np.float32)
+    for version in (5, 6):
+        folder = write_version(ps.folder / "models", spec, version, {"user": rows})
+    (folder / "manifest.json").unlink()
+    with hps.open(ps.configuration("models.versions.all=true")) as node:
+        assert sorted(each.version for each in node.models.of("wdl")) == [1, 5]
+        assert version_in(node) == 1
+    assert "model wdl: version 6 is not served" in caplog.text
+
+
 def test_attached_process_follows_the_node(ps: PsJson, node: Node) -> None:
     configuration = ps.configuration()
     with hps.attach(configuration) as process:

@@ -28,6 +28,16 @@ def test_opens_the_highest_version(repository, make_version):
     assert repository.open("ctr", override=ModelOverride(version=1)).version == 1
 
 
+def test_opens_the_highest_version_with_a_manifest_if_any_has_one(repository, make_version):
+    folders = [make_version(version=version) for version in (1, 2, 3)]
+    (folders[2] / "manifest.json").unlink()
+    assert (repository.open("ctr").version, repository.complete("ctr")) == (2, [1, 2])
+    assert repository.open("ctr", 3).version == 3
+    for folder in folders[:2]:
+        (folder / "manifest.json").unlink()
+    assert (repository.open("ctr").version, repository.complete("ctr")) == (3, [1, 2, 3])
+
+
 def test_folders_with_other_names_are_ignored(repository, make_version):
     folder = make_version().parent
     for name in ("01", "0", "latest", ".import-2-abcd", "2.tmp"):

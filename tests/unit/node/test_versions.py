@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import hps
+from hps.config import load_config
 from hps.config.model_schema import ModelSpec
 from hps.errors import BadRequest, ModelError, NotFound, Unavailable
 from hps.models.version_writer import write_version
+from hps.node.model_opening import version_openers
 from hps.node.version_choice import FILE_NAME
 from hps.observability import metric_names as m
 from tests.support.waiting import PATIENT_GUARD, until
@@ -231,6 +233,71 @@ def test_policy_chooses_the_versions_at_a_start(settings, policy, versions):
     with hps.open(settings) as node:
         assert (served(node), value(node)) == (versions, 3)
         assert [value(node, version) for version in versions] == versions
+
+
+def half_copied(repository, version, *, tables=("left",)):
+    """A copy of version 3 in progress: its manifest is not there yet."""
+    for table in tables:
+        path = f"tables/{table}"
+        shutil.copytree(repository / "words/3" / path, repository / f"words/{version}" / path)
+
+
+@pytest.mark.parametrize("tables", [("left",), ("left", "right")])
+@pytest.mark.parametrize(
+    ("policy", "versions"), [({}, [3]), ({"latest": 2}, [2, 3]), ({"all": True}, [1, 2, 3])]
+)
+def test_half_copied_version_is_left_out_at_a_start(
+    settings, repository, caplog, policy, versions, tables
+):
+    half_copied(repository, 4, tables=tables)
+    settings["models"]["versions"] = policy
+    with hps.open(settings) as node:
+        assert (served(node), value(node)) == (versions, 3)
+        assert node.load("words") == 3
+        assert node.load("words", 2) == 2
+        assert not node.control._switcher.choices["words"].follows
+        node.load("words", 3)
+        assert node.control._switcher.choices["words"].follows  # it is the highest complete one
+    reason = "4 has no manifest.json, which is written last, so it may be half copied"
+    (warning,) = [each for each in caplog.messages if reason in each]
+    assert warning.startswith(f"model words: version 4 is not served: {repository}/words/4 has no")
+
+
+def test_front_end_leaves_a_half_copied_version_out(repository):
+    half_copied(repository, 4)
+    front_end = ["server.role=frontend", 'lookup.nodes=["localhost:1"]']
+    configuration = load_config(None, [f"models.repository={repository}", *front_end], environ={})
+    assert version_openers(configuration)["words"]().version == 3
+
+
+def test_no_warning_for_versions_that_would_not_be_served(settings, repository, caplog):
+    for version in (1, 2):
+        (repository / "words" / str(version) / "manifest.json").unlink()
+    with hps.open(settings) as node:
+        assert value(node) == 3
+    assert "half copied" not in caplog.text
+
+
+@pytest.mark.parametrize("named", [{"version": 3}, {"versions": {"specific": [3]}}])
+def test_version_without_a_manifest_is_served_if_it_is_named(settings, repository, named):
+    (repository / "words/3/manifest.json").unlink()
+    settings["models"]["serve"] = {"words": named}
+    with hps.open(settings) as node:
+        assert (value(node), served(node)) == (3, [3])
+
+
+def test_half_copied_version_that_is_named_is_an_error(settings, repository):
+    half_copied(repository, 4)
+    settings["models"]["serve"] = {"words": {"version": 4}}
+    with pytest.raises(ModelError, match=r"table 'right': .*words/4/tables/right is missing"):
+        hps.open(settings)
+
+
+def test_highest_version_is_served_where_none_has_a_manifest(settings, repository):
+    for path in repository.glob("words/*/manifest.json"):
+        path.unlink()
+    with hps.open(settings) as node:
+        assert value(node) == 3
 
 
 def test_two_loads_at_once_and_lookups_meanwhile(node):
