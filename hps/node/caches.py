@@ -200,7 +200,19 @@ class NodeCaches:
             )
 
         self._filling.added(CacheWarmup(self._writer, progress), tables, hot)
+        warnings.append(self._waiting_for_memory(tables))
         return "; ".join(filter(None, warnings))
+
+    def _waiting_for_memory(self, tables: Iterable[EmbeddingTable]) -> str:
+        """A warning about mapped tables that are not on the fast path yet, or ""."""
+        waiting = [] if self._memory is None else self._memory.waiting(tables)
+        if not waiting:
+            return ""
+        return (
+            f"the mapped files of {', '.join(sorted(table.id for table in waiting))} do not fit "
+            "tiers.mapped.memory_bytes beside those of other versions: these tables are read through the "
+            "stores until other versions are freed"
+        )
 
     def _add_to_gpus(self, model: OpenedModel, kept: Sequence[OpenedModel]) -> str:
         """On the writer's thread: others write and drop the tables whose memory the new ones share."""
@@ -246,8 +258,8 @@ class NodeCaches:
         with suppress(CancelledError):  # the writer is closed; the caches are closed next
             drop = partial(self._devices.drop_tables, tables)
             self._writer.run(drop).result()
+        if self._memory is not None:
+            self._memory.release(tables)
         if self._cpu_cache is not None:
             for table in tables:
                 self._cpu_cache.drop_table(table)
-                if self._memory is not None:
-                    self._memory.release(table)

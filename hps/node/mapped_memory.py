@@ -30,8 +30,8 @@ class MappedMemory:
     """Puts mapped tables of ``cache`` on its fast path once their files are in memory.
 
     ``find`` returns a table's mapped file and bits; None if there is none that lookups may read directly. The
-    files together take at most ``budget`` bytes; further tables are read through the stores. One thread
-    at a time may call a method."""
+    files together take at most ``budget`` bytes; further tables are read through the stores until others
+    are released. Thread-safe."""
 
     def __init__(
         self,
@@ -39,27 +39,48 @@ class MappedMemory:
         find: Callable[[EmbeddingTable], OverlaidTable | None],
         budget: int,
     ) -> None:
-        self._cache, self._find, self._left = cache, find, budget
+        self._cache, self._find = cache, find
+        self._budget = self._left = budget
         self._admitted: dict[EmbeddingTable, OverlaidTable] = {}
+        self._waiting: dict[EmbeddingTable, None] = {}  # for memory of others, in this order
+        # The thread that frees a replaced version releases its tables while a load admits others.
+        self._lock = threading.Lock()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def fitting(self, tables: Iterable[EmbeddingTable]) -> set[EmbeddingTable]:
         """The tables that `admit` would reserve memory for, in this order, or has; if the cache has them."""
-        new = {t: self._find(t) for t in tables if t not in self._admitted}
+        with self._lock:
+            left, admitted = self._left, set(self._admitted)
+        new = {t: self._find(t) for t in tables if t not in admitted}
         sizes = {t: mapped.file.header.bytes for t, mapped in new.items() if mapped is not None}
-        return {*self._admitted, *fitting_tables(sizes, self._left)}
+        return {*admitted, *fitting_tables(sizes, left)}
 
     def admit(self, table: EmbeddingTable) -> bool:
-        """Reserve memory for a table's file; return whether its rows are to be read from there."""
+        """Reserve memory for a table's file; return whether its rows are to be read from there.
+
+        False: a table whose file fits the budget alone waits until others are released."""
+        with self._lock:
+            return self._admit(table)
+
+    def _admit(self, table: EmbeddingTable) -> bool:
         if table in self._admitted:
             return True
+        self._waiting.pop(table, None)
         mapped = self._find(table) if self._cache.capacity(table) else None
-        if mapped is None or mapped.file.header.bytes > self._left:
+        if mapped is None or (size := mapped.file.header.bytes) > self._budget:
             return False
-        self._left -= mapped.file.header.bytes
+        if size > self._left:
+            self._waiting[table] = None
+            return False
+        self._left -= size
         self._admitted[table] = mapped
         return True
+
+    def waiting(self, tables: Iterable[EmbeddingTable]) -> list[EmbeddingTable]:
+        """Those of ``tables`` that wait for memory which other tables have."""
+        with self._lock:
+            return [table for table in tables if table in self._waiting]
 
     def is_resident(self, table: EmbeddingTable) -> bool:
         """True if the file of an admitted table is in memory."""
@@ -70,11 +91,15 @@ class MappedMemory:
         return self._admitted[table].file.header.bytes
 
     def map(self, table: EmbeddingTable) -> None:
-        """Put an admitted table on the fast path."""
-        try:
-            self._cache.map_table(table, self._admitted[table])
-        except (KeyError, OSError) as error:  # dropped meanwhile, or no space for its bits
-            log.warning("table %s is not read from memory: %r", table.id, error)
+        """Put an admitted table on the fast path, unless it is there or was released."""
+        with self._lock:
+            mapped = self._admitted.get(table)
+            if mapped is None or self._cache.is_mapped(table):
+                return
+            try:
+                self._cache.map_table(table, mapped)
+            except OSError as error:  # no space for its bits
+                log.warning("table %s is not read from memory: %r", table.id, error)
 
     def load(self, table: EmbeddingTable, hot: KeyArray | None = None) -> None:
         """Read the file of an admitted table into memory, pages of ``hot`` keys first, and `map` it."""
@@ -82,27 +107,38 @@ class MappedMemory:
         for _ in self._steps(mapped, hot):
             if self._closed.is_set():
                 return
-        if not self._cache.is_mapped(table):
-            self.map(table)
+        self.map(table)
 
     def load_later(self, pending: Sequence[Pending]) -> None:
         """Like `load`, for several tables, on a thread."""
-        if pending:
+        with self._lock:
+            if not pending or self._closed.is_set():
+                return
             thread = threading.Thread(
                 target=self._run, args=(pending,), name="hps-mapped-memory", daemon=True
             )
-            self._threads.append(thread)
+            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
             thread.start()
 
-    def release(self, table: EmbeddingTable) -> None:
-        """Free the memory reserved for ``table``, which has left the cache."""
-        mapped = self._admitted.pop(table, None)
-        if mapped is not None:
-            self._left += mapped.file.header.bytes
+    def release(self, tables: Iterable[EmbeddingTable]) -> None:
+        """Free the memory reserved for ``tables``, and admit and load those that wait for it.
+
+        Call it before the tables leave the cache: they are not mapped there any more."""
+        with self._lock:
+            for table in tables:
+                self._waiting.pop(table, None)
+                mapped = self._admitted.pop(table, None)
+                if mapped is not None:
+                    self._left += mapped.file.header.bytes
+            admitted = [table for table in [*self._waiting] if self._admit(table)]
+        for table in admitted:
+            log.info("table %s: its mapped file fits in memory now, reading it", table.id)
+        self.load_later([(table, None) for table in admitted])
 
     def close(self) -> None:
         """Stop the threads. Close this before the cache and the stores."""
-        self._closed.set()
+        with self._lock:
+            self._closed.set()
         for thread in self._threads:
             thread.join()
 

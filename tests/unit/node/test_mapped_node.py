@@ -1,5 +1,6 @@
 """A node whose tables are in mapped files: nothing is copied, updates go to RocksDB, damage is reported."""
 
+import re
 import time
 
 import numpy as np
@@ -190,13 +191,40 @@ def test_budget_decides_which_files_are_read_on_the_fast_path(open_node, models)
         node = open_node(mapped={"memory_bytes": budget})
         assert cpu_facts(node)["mapped_tables"] == mapped
         np.testing.assert_array_equal(lookup(node, 5).vectors["a"], rows_of([5]))
+
+
+def test_loaded_version_is_read_on_the_fast_path_once_the_old_one_is_freed(
+    open_node, models, tmp_path
+):
+    size = (models / "m/1/tables/a" / MAPPED_FILE).stat().st_size
+    node = open_node(mapped={"memory_bytes": size})
+    cache = node.tiers[0].tier
+    old, pinned = node.model("m").tables["a"], node.model("m").engine
     publish(models, 2)
     assert node.control.load("m") == 2
-    np.testing.assert_array_equal(lookup(node, 5).vectors["a"], rows_of([5], 2))
-    until(lambda: cpu_facts(node)["mapped_tables"] == 0)  # both did not fit
-    publish(models, 3)
-    assert node.control.load("m") == 3
-    assert cpu_facts(node)["mapped_tables"] == 1
+    new = node.model("m").tables["a"]
+    assert (cache.is_mapped(old), cache.is_mapped(new)) == (True, False)  # both do not fit
+    assert re.search(
+        r"files of m/2/a do not fit tiers.mapped.memory_bytes .* through the stores until",
+        node.control.warnings["m"],
+    )
+    node.write("m", "a", [5], rows_of([5], 3))
+    np.testing.assert_array_equal(
+        lookup(node, 5, 6).vectors["a"], [*rows_of([5], 3), *rows_of([6], 2)]
+    )
+    del pinned  # the last use of version 1
+    until(lambda: cache.is_mapped(new))
+    assert not cache.is_mapped(old)
+    np.testing.assert_array_equal(
+        lookup(node, 5, 6).vectors["a"], [*rows_of([5], 3), *rows_of([6], 2)]
+    )
+
+
+def test_no_warning_for_a_file_that_never_fits(open_node, models):
+    node = open_node(mapped=STORE_ONLY)
+    publish(models, 2)
+    assert node.control.load("m") == 2
+    assert not node.control.warnings
 
 
 def test_large_files_are_read_in_the_background(open_node, monkeypatch):
