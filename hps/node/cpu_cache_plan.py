@@ -81,8 +81,9 @@ def plan_rows_for_new_model(
         return plan, ""
     fraction = left / wanted
     warning = (
-        f"the CPU cache has capacity for {100 * fraction:.0f} % of the model's rows: other "
-        "models hold the rest of tiers.cpu_cache.capacity_bytes; the next start divides it again"
+        f"the model gets {100 * fraction:.0f} % of the CPU cache capacity that a start would give it: "
+        "other models and versions hold the rest of tiers.cpu_cache.capacity_bytes; the next start "
+        "divides it again"
     )
     return {table: int(fraction * rows) for table, rows in plan.items()}, warning
 

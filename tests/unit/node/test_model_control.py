@@ -356,9 +356,10 @@ def test_loaded_models_do_not_exceed_the_cpu_cache(settings, repository):
             node.load(name)
             assert used() <= capacity["capacity_bytes"] + len(cache._tables) * TABLE_BYTES
             assert node.lookup(name, {"t": [5]}).vectors["t"][0, 0] == 1005
-            assert "has capacity for 0 % of the model's rows" in node.control.warnings[name]
+            warning = "the model gets 0 % of the CPU cache capacity that a start would give it"
+            assert warning in node.control.warnings[name]
         assert node.status()["warnings"][-1].startswith(
-            "model most: the CPU cache has capacity for 0 %"
+            "model most: the model gets 0 % of the CPU cache capacity"
         )
         # Memory that one model frees is available to the next.
         node.unload("words")
