@@ -35,7 +35,7 @@ _MOST_REPEATS = 2  # the same requests once more bring nothing more into memory
 # is this thread's own time: under load a replay mostly waits, and must not take more because of it.
 _LEAST_SHARE, _MOST_SHARE = 0.03, 0.25
 _DEADLINE_S = 1.0
-_LOAD_SHARE = 0.05
+_LOAD_SHARE = 0.2
 _IN_MEMORY = {each.name.lower() for each in (Source.GPU, Source.CPU, Source.MEMORY)}
 
 

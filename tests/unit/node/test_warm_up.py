@@ -91,7 +91,7 @@ def test_a_version_in_memory_is_ready_after_a_part_of_the_requests(settings, cap
 
 @pytest.mark.parametrize("requested", [False, True])
 def test_a_load_leaves_the_interpreter_to_requests(settings, monkeypatch, requested):
-    """It works a twentieth of the time, if there are requests."""
+    """It works a fifth of the time at most, if there are requests."""
     loading, pauses, sleep = threading.current_thread(), [], time.sleep
 
     def slept(seconds):
