@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ SIZES = (1000, 10_000, 100_000, 1_000_000)
 LARGE = 100_000
 MISSING = (0.0, 0.05, 0.3)
 SETS = 8
+FILL_PAUSE_S = 1.0
 
 BARS = (
     *(
@@ -90,7 +92,16 @@ class Opened:
         }
         node = hps.open({"models": {"repository": f"{folder}/{dim}"}, "tiers": tiers})
         cache = node.model("m").on_devices[0].cache
-        return Opened(node, cache, node.model("m").tables["t"], ROWS[dim])
+        opened = Opened(node, cache, node.model("m").tables["t"], ROWS[dim])
+        opened.wait_for_fill()
+        return opened
+
+    def wait_for_fill(self) -> None:
+        """Wait until the cache, which a node fills in the background, gets no more rows."""
+        before, now = -1, self.cache.size(self.table)
+        while now != before:
+            time.sleep(FILL_PAUSE_S)
+            before, now = now, self.cache.size(self.table)
 
 
 def write_model(folder: Path, dim: int) -> None:
