@@ -63,7 +63,7 @@ def device(request):
 
 
 @pytest.fixture
-def open_with_gpu(open_node, device, tmp_path):  # noqa: F811
+def open_with_gpu(open_node, device, tmp_path):  # noqa: F811 # a fixture
     """Opens a node with a GPU, or its twin; returns it with its GPU cache."""
 
     def open_it():
@@ -80,7 +80,7 @@ def open_with_gpu(open_node, device, tmp_path):  # noqa: F811
 
 
 @pytest.fixture
-def attached(open_node, open_with_gpu, repository, tmp_path):  # noqa: F811
+def attached(open_node, open_with_gpu, repository, tmp_path):  # noqa: F811 # a fixture
     """A node with a GPU, a process that is attached to it, a node without one, and the cache."""
     runtime = {"runtime": str(tmp_path / "run")}
     shared = {"shared": {"name": "test", "folder": str(tmp_path)}, "share": 1.0}
@@ -195,7 +195,7 @@ def test_top_k_and_outputs_are_applied_where_the_request_came_from(attached):
 
 @pytest.mark.parametrize(("use", "provider"), [("auto", "cpu"), ("off", "auto")])
 def test_network_that_the_node_does_not_run_takes_no_gpu_memory_in_attached_processes(
-    open_node,  # noqa: F811
+    open_node,  # noqa: F811 # a fixture
     repository,
     tmp_path,
     monkeypatch,
@@ -369,7 +369,7 @@ def test_counts_of_the_scheduler_are_metrics_and_part_of_the_status(attached, de
 
 
 def test_lanes_of_a_model_without_memory_for_all_of_them_are_freed(
-    open_node,  # noqa: F811
+    open_node,  # noqa: F811 # a fixture
     monkeypatch,
     caplog,
 ):
