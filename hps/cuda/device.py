@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 
 from hps.cuda.loader import cupy
+
+_NOTHING = nullcontext()
 
 
 class _Thread(threading.local):
@@ -41,6 +44,12 @@ class CudaDevice:
         former = self._thread.former.pop()
         if self._runtime.getDevice() != former:  # also if a library has changed it
             self._runtime.setDevice(former)
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Return a context manager for a block that leaves the current device as it is: this device, or, at
+        a third of the time, one that does nothing because the device is current."""
+        is_current = self._thread.is_bound and self._runtime.getDevice() == self.id
+        return _NOTHING if is_current else self
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""

@@ -48,6 +48,9 @@ class Current:
 
     inside = 0
 
+    def entered(self) -> Current:
+        return self
+
     def __enter__(self) -> None:
         Current.inside += 1
 
@@ -73,10 +76,15 @@ class Space:
         self.lent = 0
         self.recorded = 0
         self.waited = 0
+        self.shared = 0
         self.number = 0
 
     def take_stream(self) -> Stream:
         self.lent += 1
+        return Stream()
+
+    def current_stream(self) -> Stream:
+        self.shared += 1
         return Stream()
 
     def give_back(self, stream: Stream) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ class PreparedDeviceLookups:
         self._backoff = CallBackoff()
         self._fetch_backoff = CallBackoff()
         self._closed = False
+        self._on_current = threading.Lock()
 
     def close(self) -> None:
         """Free what was prepared; later lookups raise Unavailable."""
@@ -122,12 +124,16 @@ class PreparedDeviceLookups:
         if idle is None:
             idle = memoize(self._prepared, key, queue.SimpleQueue(), _PREPARED_KEPT)
         space = self._space
-        stream = space.take_stream()
-        with space.device:
+        with space.device.entered():
             try:
                 prepared = idle.get_nowait()
             except queue.Empty:
                 prepared = self._prepare(features, keys or [JaggedKeys(k, len(k)) for k in arrays])
+            if isinstance(prepared, PreparedVectors) and self._on_current.acquire(blocking=False):
+                # Two calls of the driver fewer; threads that share a stream would wait for each other.
+                lent, stream = None, space.current_stream()
+            else:
+                lent = stream = space.take_stream()
             waits = True
             try:
                 if prepared.shifts:
@@ -141,7 +147,10 @@ class PreparedDeviceLookups:
                 if waits:
                     stream.synchronize()  # its next user may have another stream
                 idle.put(prepared)
-                space.give_back(stream)
+                if lent is None:
+                    self._on_current.release()
+                else:
+                    space.give_back(lent)
 
     def _look_up_vectors(
         self,

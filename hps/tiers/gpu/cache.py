@@ -105,7 +105,7 @@ class GpuCache(GpuTables):
                     own[1].append(fetch_arguments(part, table, now))
         if not plain[0] and not versioned[0]:
             return
-        with self._device:
+        with self._device.entered():
             stream = ctx.stream or self._cupy.cuda.get_current_stream()
             workspace = self._workspace(ctx)
             try:

@@ -68,6 +68,10 @@ class DeviceSpace:
             with self.device:
                 return self._cupy.cuda.Stream(non_blocking=True)
 
+    def current_stream(self) -> Any:
+        """Return the thread's current stream of the current device."""
+        return self._cupy.cuda.get_current_stream()
+
     def give_back(self, stream: Any) -> None:
         self._streams.put(stream)
 
@@ -77,10 +81,13 @@ class DeviceSpace:
             return self._cupy.cuda.Event(disable_timing=True)
 
     def after_current(self, stream: Any, event: Any) -> None:
-        """Let ``stream`` wait for the work on the thread's current stream of the current device.
+        """Let ``stream`` wait for the work on the thread's current stream of the current device, if it is
+        another one.
 
         ``event`` must not be in use by another thread."""
         current = self._cupy.cuda.get_current_stream()
+        if current.ptr == stream.ptr:
+            return
         if COMPILED:
             order_after(stream.ptr, current.ptr, event.ptr)
         else:

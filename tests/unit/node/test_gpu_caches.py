@@ -1,6 +1,7 @@
 """A node with rows on GPUs: on NumPy twins, and where only results count also on a real GPU."""
 
 import logging
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -502,6 +503,54 @@ def test_arrays_of_other_libraries_on_the_device_are_keys(open_node, kind):
 class DlpackOnly:
     def __init__(self, tensor):
         self.__dlpack__, self.__dlpack_device__ = tensor.__dlpack__, tensor.__dlpack_device__
+
+
+def test_only_simultaneous_lookups_take_streams_of_their_own(open_node, monkeypatch):
+    node, (cache,) = open_node(gpu={"share": 1.0})
+    space, lent, met = cache.space, cache.space.lent, threading.Barrier(2, timeout=30)
+    real = cache.fill_misses
+    for turn in (1, 2):
+        node.lookup_on_device("m", {"user": np.arange(5)})
+        assert (space.shared, space.lent) == (turn, lent)
+
+    def fill_misses(*args):
+        met.wait()
+        seen.append((space.shared, space.lent))
+        met.wait()
+        return real(*args)
+
+    seen = []
+    monkeypatch.setattr(cache, "fill_misses", fill_misses)
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(node.lookup_on_device, "m", {"user": np.arange(5)}) for _ in "12"]
+        for each in asked:
+            np.testing.assert_array_equal(each.result().vectors["user"], rows(np.arange(5), 4))
+    assert seen == [(3, lent + 1)] * 2
+    assert space.lent == lent
+
+
+SLOW = """extern "C" __global__ void slow() {
+  const long long begin = clock64();
+  while (clock64() - begin < 20000000) {}
+}"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_own_stream", [False, True])
+def test_keys_are_read_after_the_work_on_the_current_stream(open_node, has_own_stream):
+    node, _ = open_node(gpus=None, gpu={"share": 1.0, "use": "required"})
+    cp = cupy()
+    slow = cp.RawKernel(SLOW, "slow")
+    with cp.cuda.Stream(non_blocking=True) if has_own_stream else cp.cuda.Stream.null as stream:
+        keys = cp.zeros(100, np.int64)
+        for first in (100, 300, 500):
+            later = cp.arange(first, first + 100)
+            node.lookup_on_device("m", {"user": keys})  # on an idle stream
+            slow((1,), (1,), ())
+            keys[:] = later
+            assert not stream.done
+            vectors = node.lookup_on_device("m", {"user": keys}).vectors["user"]
+            np.testing.assert_array_equal(vectors.get(), rows(np.arange(first, first + 100), 4))
 
 
 def test_concurrent_lookups_return_correct_rows(both):

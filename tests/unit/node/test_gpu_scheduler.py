@@ -177,13 +177,14 @@ def test_deleted_rows_are_reported_as_defaults(attached):
 
 
 def test_requests_without_columns_are_answered_by_the_node(attached):
-    _, process, plain, _ = attached
+    node, process, plain, cache = attached
     features, dense = request_of(np.arange(200), 3)
     weights = np.array([0.5, 1, 2, 0, 1, 1], np.float32)
     features["item"] = JaggedKeys(np.arange(9), 3, None, np.ones(9, np.float32))
     features["seen"] = JaggedKeys(np.arange(6), 3, None, weights)
     same(process.predict("m", features, dense), plain.predict("m", features, dense))
-    result = process.predict("m", *request_of(np.arange(200), 2), want_source=True)
+    there = cache.top_k(table_of(node, "users"), HELD)[0]
+    result = process.predict("m", *request_of(there, 2), want_source=True)
     assert set(result.sources["user"]) == {Source.GPU}
 
 
@@ -474,8 +475,8 @@ def counted(node, metric, *labels):
 def test_missing_rows_are_counted_by_their_source_and_promoted(attached):
     node, process, _, cache = attached
     users = table_of(node, "users")
-    features, dense = request_of(np.arange(10), 4)
     there = cache.top_k(users, HELD)[0]
+    features, dense = request_of(there, 4)
     absent = np.setdiff1d(np.arange(HELD), there)[-2:]
     features["user"] = np.concatenate((there[:2], absent))
     process.predict("m", features, dense)
