@@ -40,17 +40,21 @@ class FixedBags:
 class PreparedPooling:
     """A pooling whose arguments were made once. One thread at a time, on the current device.
 
-    The caller fills ``keys``, each ``(n,) int64`` in pinned memory, or passes addresses of keys on the
-    device; calls `launch`, and reads `missing` once the stream is done. The tables must not be freed.
+    The caller fills ``keys``, each ``(n,) int64`` in pinned memory, end to end in ``flat``, or passes
+    addresses of keys on the device; calls `launch`, and reads `missing` once the stream is done. The tables
+    must not be freed.
     """
 
     def __init__(self, readers: ReaderEvents, requests: Sequence[FixedBags]) -> None:
         self._readers = readers
         self._staging = StagingBuffer()
-        self._staging.begin(sum(padded_bytes(8 * request.n) for request in requests))
-        buffers = [self._staging.allocate(request.n, np.int64) for request in requests]
-        self.keys = [keys for keys, _ in buffers]
-        parts = [(request, at) for request, (_, at) in zip(requests, buffers, strict=True)]
+        total = sum(request.n for request in requests)
+        self._staging.begin(padded_bytes(8 * total))
+        self.flat, flat_at = self._staging.allocate(total, np.int64)
+        ends = np.cumsum([request.n for request in requests]).tolist()
+        starts = [end - request.n for end, request in zip(ends, requests, strict=True)]
+        self.keys = [self.flat[start:end] for start, end in zip(starts, ends, strict=True)]
+        parts = [(each, flat_at + 8 * start) for each, start in zip(requests, starts, strict=True)]
         self._launches = [
             _PoolingLaunch(parts[start : start + PARTS]) for start in range(0, len(parts), PARTS)
         ]

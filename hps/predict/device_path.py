@@ -18,6 +18,7 @@ from hps.lookup.checks import check_keys, check_sizes
 from hps.lookup.gpu.device_lookup import DeviceLookup, DeviceLookupResult
 from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, prepared_pooling
 from hps.lookup.gpu.prepared_lookups import request_signature
+from hps.native import copy_keys
 from hps.observability.meters import LookupMeter, TierMeter
 from hps.tracing import call_timed, current_context
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, Source
@@ -152,8 +153,8 @@ class DevicePath:
             arguments = self._cache, self._host, template.bags, self._observe, self._meter
             fetched = template.fetched = FilledFetch(*arguments)
         part = current_context()
-        _fill(template.bags, request.features, fetched.keys)
-        if not call_timed(part, "rows", fetched.run, lane.stream, request.deadline):
+        keys = _table_keys(template.bags, request.features)
+        if not call_timed(part, "rows", fetched.run, lane.stream, request.deadline, None, keys):
             return None
         self._assign(lane, template.assigned)
         outputs = call_timed(part, "network", _run, template.binding, inputs)
@@ -167,7 +168,7 @@ class DevicePath:
         pooled: Any,
     ) -> None:
         """Launch the pooling."""
-        _fill(template.bags, features, pooled.keys)
+        copy_keys(_table_keys(template.bags, features), pooled.flat, self._host.pool)
         pooled.launch(lane.stream)
         self._assign(lane, template.assigned)
 
@@ -237,11 +238,8 @@ def _run(binding: LaneBinding, inputs: Arrays) -> Arrays:
     return binding.finish()
 
 
-def _fill(
-    bags: Sequence[DeviceBags],
-    features: Mapping[str, JaggedKeys],
-    pinned: Sequence[NDArray[np.int64]],
-) -> None:
-    """Write the tables' keys of ``features`` into pinned memory."""
-    for each, keys in zip(bags, pinned, strict=True):
-        keys[:] = each.feature.shift(features[each.feature.name].keys)
+def _table_keys(
+    bags: Sequence[DeviceBags], features: Mapping[str, JaggedKeys]
+) -> list[NDArray[np.int64]]:
+    """Return the keys of ``features``, converted to the tables' keys."""
+    return [each.feature.shift(features[each.feature.name].keys) for each in bags]

@@ -442,7 +442,9 @@ class PreparedRows:
 class Prepared:
     def __init__(self, cache: Cache, asks: Any) -> None:
         self._cache, self._asks = cache, asks
-        self.keys = [np.empty(n, np.int64) for _, n, *_ in asks]
+        ends = np.cumsum([n for _, n, *_ in asks])
+        self.flat = np.empty(ends[-1], np.int64)
+        self.keys = np.split(self.flat, ends[:-1])
         self._count = np.zeros(1, np.uint32)
 
     def launch(self, stream: Any, on_device: Any = MappingProxyType({})) -> None:

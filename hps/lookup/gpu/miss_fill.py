@@ -200,7 +200,8 @@ class FilledFetch:
         self._arrays = self.keys if arrays is None else arrays
         self._used = self._sizes if used is None else used
         self._space.clear(self._sources, stream)
-        self._fetch.launch(stream, self._space.address(self._block), arrays, used=used)
+        at, pool = self._space.address(self._block), self._host.pool
+        self._fetch.launch(stream, at, arrays, pool, used)
         report = self._cache.fill_misses(self._fetch, stream, self._host.gather)
         self._seconds = time.perf_counter() - self._started
         counts = self._no_misses if report is None else report.counts

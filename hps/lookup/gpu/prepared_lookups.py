@@ -38,16 +38,16 @@ Signature = tuple[tuple[str, int, int, bool], ...]
 def request_signature(features: Mapping[str, JaggedKeys]) -> Signature | None:
     """Return the names, numbers of keys and batches of a request, and whether keys are on the host.
 
-    None for requests with offsets, weights, keys that need conversion, or features without keys."""
+    None for requests with offsets, weights, keys that need conversion or have strides, or features without
+    keys."""
     found = []
     for name, keys in features.items():
         flat = keys.keys
         plain = keys.offsets is None and keys.weights is None and flat.dtype == _INT64
-        on_host = type(flat) is np.ndarray
         n = len(flat)
-        if not plain or not n or not (on_host or flat.strides == _FLAT or flat.flags.c_contiguous):
+        if not plain or not n or not (flat.strides == _FLAT or flat.flags.c_contiguous):
             return None
-        found.append((name, n, keys.batch, on_host))
+        found.append((name, n, keys.batch, type(flat) is np.ndarray))
     return tuple(found)
 
 

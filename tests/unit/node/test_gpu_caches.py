@@ -505,6 +505,23 @@ class DlpackOnly:
         self.__dlpack__, self.__dlpack_device__ = tensor.__dlpack__, tensor.__dlpack_device__
 
 
+@pytest.mark.parametrize("name", ["user", "seen"])
+def test_strided_keys_in_bags_are_looked_up_like_others_of_their_form(pair, name):
+    node, plain, _ = pair
+    for mine in (np.arange(20), np.arange(40)[::2], np.arange(20)):
+        features = {name: JaggedKeys(mine, 10 if name == "seen" else 20)}
+        vectors = node.lookup_on_device("m", features).vectors[name]
+        np.testing.assert_array_equal(vectors, plain.lookup("m", features).vectors[name])
+
+
+def test_predictions_take_strided_keys_in_bags(pair):
+    node, plain, _ = pair
+    for _ in range(2):
+        features, dense = request_of(np.arange(200), 30)
+        features["user"] = JaggedKeys(np.repeat(features["user"], 2)[::2], 30)
+        same(node.predict("m", features, dense), plain.predict("m", features, dense))
+
+
 def test_only_simultaneous_lookups_take_streams_of_their_own(open_node, monkeypatch):
     node, (cache,) = open_node(gpu={"share": 1.0})
     space, lent, met = cache.space, cache.space.lent, threading.Barrier(2, timeout=30)
