@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import time
 from collections.abc import Mapping
@@ -45,6 +46,10 @@ class OpenModels:
     _resources: ExitStack = field(default_factory=ExitStack)
     _opened: float = field(default_factory=time.monotonic)
     _process: int = field(default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        # The interpreter's end would take CUDA's memory, and modules, from running threads.
+        atexit.register(self.close)
 
     def __repr__(self) -> str:
         models = ", ".join(f"{model.name}/{model.version}" for model in self.models.versions)
@@ -170,10 +175,12 @@ class OpenModels:
         }
 
     def close(self) -> None:
-        """Finish accepted requests, then free threads, files and memory. Idempotent.
+        """Finish accepted requests, then free threads, files and memory. Idempotent; called at the process's
+        end at the latest.
 
         Lookups then raise ``Unavailable``. Does nothing in a process forked from the one that opened this."""
         if os.getpid() == self._process:
+            atexit.unregister(self.close)
             self._resources.close()
 
     def __enter__(self) -> Self:

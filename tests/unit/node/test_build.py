@@ -708,3 +708,22 @@ def test_restarted_node_is_warmed_with_hot_rows(folder, tmp_path):
             assert reported["features"] == {"user": 0}
             assert set(hot) <= set(reported["keys"])
             assert len(node.hot_keys("clicks", "users", 3)[0]["scores"]) == 3
+
+
+FORGETFUL = """
+import json, sys
+import hps
+node = hps.open(json.loads(sys.argv[1]))
+node.lookup("clicks", {"user": [1, 2, 3]})
+"""
+
+
+def test_node_that_is_left_open_is_closed_at_the_end_of_the_process(folder, tmp_path):
+    snapshot = {"path": str(tmp_path / "hot"), "interval_s": 1e6}  # else written by `close`
+    tiers = {"cpu_cache": {"snapshot": snapshot}}
+    config = json.dumps(settings(folder, tiers=tiers))
+    done = subprocess.run(
+        [sys.executable, "-c", FORGETFUL, config], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "hot").exists()
