@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,22 @@ def test_busy_threads_do_not_make_a_network_slow(tmp_path):
         busy.join()
         sys.setswitchinterval(between_s)
     assert model.runs_inline(1)
+
+
+def test_runs_correct_what_was_measured_beside_other_work(two_outputs, monkeypatch):
+    model, seconds, clock = OnnxModel(two_outputs, "cpu"), [], time.thread_time
+    monkeypatch.setattr(
+        "hps.dense.onnx.time.thread_time", lambda: seconds.append(1) or len(seconds)
+    )
+    model.warm_up()
+    assert not model.runs_inline(1)
+    assert not model.runs_inline(1000)
+    monkeypatch.setattr("hps.dense.onnx.time.thread_time", clock)
+    a = np.zeros((2, 3), np.float32)
+    for _ in range(100):
+        model.predict({"a": a, "b": a})
+    assert model.runs_inline(1)
+    assert model.runs_inline(3)
 
 
 def test_paced_thread_measures_without_pauses(two_outputs, monkeypatch):
