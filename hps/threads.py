@@ -20,9 +20,9 @@ from hps.errors import DeadlineExceeded, Unavailable
 SWITCH_S = 1e-4
 """Interval of `sys.setswitchinterval` for processes in which a thread works beside requests: these need not
 wait for Python's usual 5 ms."""
-_SHORTEST_REST_S, _LONGEST_REST_S = 2e-4, 0.2
-_FIRST_S, _FIRST_SHARE = 0.1, 0.25
-"""Work of a paced thread of which it does a quarter at a time: most loads take no more than that."""
+_SHORTEST_REST_S, _LONGEST_REST_S = 2e-4, 0.5
+_FIRST_S, _FIRST_SHARE = 0.1, 0.1
+"""Work of a paced thread of which it does a tenth at a time: most loads take no more than that."""
 T = TypeVar("T")
 U = TypeVar("U")
 _pace = threading.local()
@@ -31,7 +31,7 @@ _STATE_DONE = "FINISHED"  # the state in concurrent.futures, which asyncio and w
 
 @contextmanager
 def paced(share: float) -> Iterator[None]:
-    """Let this thread work ``share`` of the time only, a quarter of that at first: it sleeps at its calls of
+    """Let this thread work ``share`` of the time only, a tenth of that at first: it sleeps at its calls of
     `rest`.
 
     For long work beside request threads, which would wait for the interpreter lock each time they need it
@@ -45,7 +45,7 @@ def paced(share: float) -> Iterator[None]:
 
 
 def rest() -> None:
-    """Sleep as the thread is `paced`, at most 200 ms; does nothing in other threads."""
+    """Sleep as the thread is `paced`, at most half a second; does nothing in other threads."""
     share = getattr(_pace, "share", 0.0)
     if not share:
         return

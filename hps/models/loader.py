@@ -36,6 +36,7 @@ from hps.models.mapped_file import MAPPED_FILE
 from hps.models.repository import ModelVersion
 from hps.models.tables import TableFiles
 from hps.native.mapped_format import read_header
+from hps.threads import rest
 from hps.tiers.mapped import MappedFileTier, MappedTier
 from hps.tiers.mapped.masked_positions import MASKED_POSITIONS_FILE, read_masked_positions
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
@@ -84,7 +85,10 @@ def load_tables(
     if store.layout == "hps":  # this layout has no version that keeps rows of another shape apart
         for table in chosen:
             store.check(table)
-    reports = [_load(version, t, store, progress, rebuild=rebuild) for t in chosen]
+    reports = []
+    for table in chosen:
+        reports.append(_load(version, table, store, progress, rebuild=rebuild))
+        rest()
     for table, report in zip(chosen, reports, strict=True):
         _log(table, report)
     if any(not report.reused for report in reports):

@@ -15,6 +15,7 @@ from hps.node.gpu_caches import NodeGpus
 from hps.node.mapped_memory import MappedMemory, Pending
 from hps.node.stores import NodeStores
 from hps.node.tier_status import TierStatus
+from hps.threads import rest
 from hps.types import EmbeddingTable, KeyArray
 from hps.updates.background_warmup import FillStep
 from hps.updates.cache_warmup import CacheWarmup, FileRows
@@ -98,6 +99,7 @@ class CacheFill:
                 continue
             if self.memory is not None and self.memory.admit(table):
                 self.memory.load(table)
+                rest()
             on_gpu, in_memory = self._wanted_gpu_rows(table), self._wanted_cpu_rows(table)
             if mapped := self.stores.is_mapped(table):
                 share = min(1.0, _FIRST_BYTES / max(1, mapped_bytes))

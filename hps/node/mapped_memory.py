@@ -11,6 +11,7 @@ from hps.cgroups import memory_limit
 from hps.config import Settings
 from hps.errors import HpsError
 from hps.native.mapped_format import HEADER_BYTES
+from hps.threads import rest
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.mapped.overlaid_table import OverlaidTable
 from hps.types import EmbeddingTable, KeyArray
@@ -107,6 +108,7 @@ class MappedMemory:
         for _ in self._steps(mapped, hot):
             if self._closed.is_set():
                 return
+            rest()
         self.map(table)
 
     def load_later(self, pending: Sequence[Pending]) -> None:
