@@ -2,10 +2,11 @@
 
 Two versions of a model of 2 GB (26 features over four tables, a network), whose rows carry their version; see
 `benchmarks/switch_scene.py`. Lookups of 26 keys and predictions of 16 samples (3 : 1) arrive as a Poisson
-process at 70 % of the server's capacity, which is measured first with closed loops. Halves of rounds without
-and with switches alternate: in the latter the other version is loaded and served in place of the current
-one, which is then freed (``models.rollback_s: 0``), again and again. Latencies count from the instant a
-request was due; a ratio is that of the two halves of one round.
+process at 70 % of the server's capacity, which closed loops measure before each round: a shared machine is a
+third slower for minutes. Halves of rounds without and with switches alternate: in the latter the other
+version is loaded and served in place of the current one, which is then freed (``models.rollback_s: 0``),
+again and again. Latencies count from the instant a request was due; a ratio is that of the two halves of one
+round. X
 
 * p99: the median over the rounds of switches / none; p99.9: of all rounds' answers together.
 * mixed: answers with rows of two versions, or with rows and network of two.
@@ -23,25 +24,22 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.common import HELPERS, Bar, Benchmark, Options, Report, main
 from benchmarks.measure import versions
-from benchmarks.open_load import open_load
 from benchmarks.peers.environments import ENVIRONMENTS
+from benchmarks.switch_rounds import ROUND_S, Half, Measured, measure
 from benchmarks.switch_scene import (
     MODEL,
     OTHER,
     Side,
     hps_side,
-    kinds,
     read_mapped,
     rows_of,
     triton_side,
@@ -52,8 +50,7 @@ from hps.cuda.loader import has_gpu
 GIGABYTES, OTHER_GIGABYTES, QUICK_GIGABYTES = 2.0, 5.0, 0.05
 SWITCHES, QUICK_SWITCHES, SWITCHES_A_ROUND = 500, 8, 10
 OTHER_LOADS, TRITON_LOADS, LOADS_A_ROUND = 20, 12, 4
-SHARE, CALLERS, ROUND_S, PAUSE_S, SETTLE_S = 0.7, 8, 5.0, 0.5, 0.3
-CAPACITY_RUNS, CAPACITY_S, CAPACITY_PAUSE_S = 5, 2.0, 1.0
+PAUSE_S = 0.5
 
 BARS = (
     Bar("failed", "requests that failed, or got defaults for rows", at_most=0),
@@ -67,146 +64,6 @@ BARS = (
     Bar("other_failed", "requests that failed beside loads of another model", at_most=0),
     Bar("other_p99", "p99: beside loads of another model of 5 GB / without", at_most=1.1),
 )
-
-
-@dataclass
-class Half:
-    """Half of a round, from ``begin`` to ``end`` (`time.monotonic_ns`), and its loads."""
-
-    begin: int
-    end: int = 0
-    changes: list[tuple[int, int, int]] = field(default_factory=list)  # begin, end, version
-
-
-@dataclass
-class Measured:
-    """Rounds of one load: halves without and with changes, the answers, resources after each round."""
-
-    quiet: list[Half] = field(default_factory=list)
-    busy: list[Half] = field(default_factory=list)
-    records: NDArray[Any] = field(default_factory=lambda: np.empty(0))
-    resources: list[dict[str, float]] = field(default_factory=list)
-    error: str = ""
-
-    def latencies(self, halves: list[Half]) -> NDArray[np.float64]:
-        """Latencies in ms of requests that were due in ``halves``."""
-        due, found = self.records["due"], np.zeros(len(self.records), bool)
-        for half in halves:
-            found |= (due >= half.begin) & (due < half.end)
-        late: NDArray[np.float64] = (self.records["end"] - due)[found] / 1e6
-        return late
-
-    def ratio(self, percent: float) -> float:
-        """The median over the rounds of a percentile with changes / without."""
-        return float(
-            np.median(
-                [
-                    np.percentile(self.latencies([busy]), percent)
-                    / np.percentile(self.latencies([quiet]), percent)
-                    for quiet, busy in zip(self.quiet, self.busy, strict=True)
-                ]
-            )
-        )
-
-    def pooled(self, percent: float) -> float:
-        """A percentile of all rounds' answers, with changes / without."""
-        busy, quiet = (np.percentile(self.latencies(h), percent) for h in (self.busy, self.quiet))
-        return float(busy / quiet)
-
-    @property
-    def failed(self) -> int:
-        """Errors, and answers with defaults in place of rows, which the server flags as degraded."""
-        return int(((self.records["status"] != 200) | (self.records["wrong"] == 2)).sum())
-
-    @property
-    def mixed(self) -> int:
-        return int((self.records["wrong"] == 1).sum())
-
-    @property
-    def stale(self) -> int:
-        """Answers of another version than the current one to requests due between two changes."""
-        changes = [change for half in self.busy for change in half.changes]
-        due, value, count = self.records["due"], self.records["value"], 0
-        answered = (self.records["status"] == 200) & (self.records["wrong"] == 0)
-        for i, (_, end, version) in enumerate(changes):
-            until = changes[i + 1][0] if i + 1 < len(changes) else due.max() + 1
-            count += int((answered & (due > end) & (due < until) & (value != version)).sum())
-        return count
-
-    def growth(self, what: str) -> tuple[float, float]:
-        """The highest of ``what`` in the first and in the last quarter of the rounds."""
-        values = [each[what] for each in self.resources]
-        n = max(1, len(values) // 4)
-        return max(values[:n]), max(values[-n:])
-
-    def slower(self) -> float:
-        """p50 without changes: the last quarter of the rounds / the first."""
-        n = max(1, len(self.quiet) // 4)
-        last, first = (np.median(self.latencies(h)) for h in (self.quiet[-n:], self.quiet[:n]))
-        return float(last / first)
-
-    def rows(self, name: str) -> Iterator[dict[str, Any]]:
-        took = [(end - begin) / 1e9 for half in self.busy for begin, end, _ in half.changes]
-        for title, halves in (("without", self.quiet), ("with", self.busy)):
-            late = self.latencies(halves)
-            p50, p99, p999 = np.percentile(late, [50, 99, 99.9])
-            yield {
-                "": f"{name}, {title}",
-                "requests": len(late),
-                "p50 ms": float(p50),
-                "p99 ms": float(p99),
-                "p99.9 ms": float(p999),
-                "max ms": float(late.max()),
-                "changes": len(took) if title == "with" else 0,
-                "s a change, median": float(np.median(took)) if title == "with" else 0.0,
-                "s, most": max(took) if title == "with" else 0.0,
-            }
-
-
-def capacity(side: Side, rows: int, load: list[str], workers: int = 0) -> float:
-    """Requests a second of closed loops: of several runs the fewest, which the machine manages at any time.
-
-    Shared machines are a quarter slower for seconds; 70 % of the most would then be all there is."""
-    callers = max(CALLERS, 4 * workers)
-    found = []
-    for _ in range(CAPACITY_RUNS):
-        time.sleep(CAPACITY_PAUSE_S)
-        made = kinds(rows, ours=side.name == "hps")
-        with open_load(side.address, made, 0, connections=callers, prefix=load) as running:
-            time.sleep(CAPACITY_S)
-        ends = np.sort(running.records["end"])
-        found.append(len(ends) / (ends[-1] - running.records["sent"].min()) * 1e9)
-    return min(found)
-
-
-def measure(
-    side: Side,
-    rows: int,
-    rate: float,
-    load: list[str],
-    rounds: int,
-    change: Callable[[Half], None],
-    round_s: float = ROUND_S,
-) -> Measured:
-    """Alternate ``rounds`` halves without and with ``change``, which records what it changes."""
-    measured = Measured()
-    made = kinds(rows, ours=side.name == "hps")
-    with open_load(side.address, made, rate, prefix=load, idle_s=side.idle_s) as running:
-        time.sleep(1)
-        for number in range(rounds):
-            quiet = Half(time.monotonic_ns())
-            time.sleep(round_s)
-            quiet.end = time.monotonic_ns()
-            busy = Half(quiet.end)
-            change(busy)
-            time.sleep(SETTLE_S)  # the replaced version is freed
-            busy.end = time.monotonic_ns()
-            measured.quiet.append(quiet)
-            measured.busy.append(busy)
-            measured.resources.append(side.resources())
-            print(f"{side.name}: round {number + 1} of {rounds}", file=sys.stderr)
-    measured.records, measured.error = running.records, running.error
-    return measured
 
 
 class Switches:
@@ -302,31 +159,50 @@ def _switches(
 ) -> None:
     total = QUICK_SWITCHES if options.quick else options.extra.get("switches") or SWITCHES
     each = min(SWITCHES_A_ROUND, total // 4)
-    rate = SHARE * capacity(side, rows, load, options.extra.get("workers") or 0)
-    report.figures["rate"] = rate
+    workers = options.extra.get("workers") or 0
     # Caches and allocators reach their size first.
-    measure(side, rows, rate, load, 1, Switches(side, 2), 1.0)
+    measure(side, rows, load, 1, Switches(side, 2), 1.0, workers)
     round_s = 1.0 if options.quick else options.extra.get("seconds") or ROUND_S
-    measured = measure(side, rows, rate, load, total // each, Switches(side, each), round_s)
-    lines += measured.rows("hps, switches")
+    changes = Switches(side, each)
+    measured = measure(side, rows, load, total // each, changes, round_s, workers)
     memory, descriptors = measured.growth("anonymous MB"), measured.growth("descriptors")
     report.values |= {
-        "failed": measured.failed,
         "mixed": measured.mixed,
-        "stale": measured.stale,
-        "p99": measured.ratio(99),
-        "p999": measured.pooled(99.9),
         "memory": memory[1] / memory[0],
         "descriptors": descriptors[1] - descriptors[0],
-        "latency": measured.slower(),
     }
+    report.figures["rates"] = measured.rates
     report.figures["resources"] = measured.resources
     report.figures["p99 by round"] = [
         [float(np.percentile(measured.latencies([half]), 99)) for half in halves]
         for halves in zip(measured.quiet, measured.busy, strict=True)
     ]
+    if judged := _judged(report, lines, "hps, switches", measured):
+        report.values |= {
+            "failed": judged.failed,
+            "stale": judged.stale,
+            "p99": judged.ratio(99),
+            "p999": judged.pooled(99.9),
+            "latency": judged.slower(),
+        }
+
+
+def _judged(
+    report: Report, lines: list[dict[str, Any]], title: str, measured: Measured
+) -> Measured | None:
+    """Return the rounds that were not disturbed, None if there are none, and add a row for them."""
+    judged, number = measured.without_disturbed(), sum(measured.disturbed)
+    failed = measured.failed - judged.failed
+    report.notes.append(
+        f"{title}: {number} of {len(measured.quiet)} rounds were disturbed by other machines; {failed} "
+        "requests failed in these"
+    )
     if measured.error:
-        report.notes.append(f"hps: {measured.error[:500]}")
+        report.notes.append(f"{title}: {measured.error[:500]}")
+    if not judged.quiet:
+        return None
+    lines += judged.rows(title)
+    return judged
 
 
 def _other(
@@ -339,14 +215,12 @@ def _other(
 ) -> None:
     total = LOADS_A_ROUND if options.quick else options.extra.get("loads") or OTHER_LOADS
     each = min(LOADS_A_ROUND, total)
-    rate = report.figures["rate"]
     round_s = 1.0 if options.quick else options.extra.get("seconds") or ROUND_S
-    measured = measure(side, rows, rate, load, total // each, OtherLoads(side, each), round_s)
-    lines += measured.rows("hps, another model")
-    report.values["other_failed"] = measured.failed + measured.mixed
-    report.values["other_p99"] = measured.ratio(99)
-    if measured.error:
-        report.notes.append(f"hps, another model: {measured.error[:500]}")
+    changes, workers = OtherLoads(side, each), options.extra.get("workers") or 0
+    measured = measure(side, rows, load, total // each, changes, round_s, workers)
+    if judged := _judged(report, lines, "hps, another model", measured):
+        report.values["other_failed"] = judged.failed + measured.mixed
+        report.values["other_p99"] = judged.ratio(99)
 
 
 def _triton(
@@ -361,27 +235,26 @@ def _triton(
         report.notes.append("Triton was not measured: run `make bench-peers`")
         return
     with triton_side(folder) as side:
-        rate = SHARE * capacity(side, rows, load)
-        report.figures["Triton's rate"] = rate
         each = LOADS_A_ROUND if not options.quick else 2
         rounds = 1 if options.quick else TRITON_LOADS // each
         round_s = 1.0 if options.quick else ROUND_S
-        measured = measure(side, rows, rate, load, rounds, Switches(side, each), round_s)
-    lines += measured.rows("Triton, reloads")
+        measured = measure(side, rows, load, rounds, Switches(side, each), round_s)
+    report.figures["Triton's rates"] = measured.rates
+    judged = _judged(report, lines, "Triton, reloads", measured)
+    if judged is None:
+        return
     report.figures["Triton"] = {
-        "failed": measured.failed,
-        "mixed": measured.mixed,
-        "stale": measured.stale,
-        "p99": measured.ratio(99),
-        "p99.9": measured.pooled(99.9),
+        "failed": judged.failed,
+        "mixed": judged.mixed,
+        "stale": judged.stale,
+        "p99": judged.ratio(99),
+        "p99.9": judged.pooled(99.9),
         "resources": measured.resources,
     }
     report.notes.append(
-        f"Triton: p99 with reloads / without {measured.ratio(99):.2f}, p99.9 {measured.pooled(99.9):.2f}, "
-        f"{measured.failed} requests failed, {measured.mixed} mixed, {measured.stale} stale"
+        f"Triton: p99 with reloads / without {judged.ratio(99):.2f}, p99.9 {judged.pooled(99.9):.2f}, "
+        f"{judged.failed} requests failed, {judged.mixed} mixed, {judged.stale} stale"
     )
-    if measured.error:
-        report.notes.append(f"Triton: {measured.error[:500]}")
 
 
 BENCHMARK = Benchmark(
@@ -392,8 +265,8 @@ BENCHMARK = Benchmark(
     measured=("hps", "services"),
     helpers=(
         *HELPERS,
-        *("benchmarks/switch_scene.py", "benchmarks/switch_triton", "benchmarks/open_load"),
-        "benchmarks/native_load",
+        *("benchmarks/switch_rounds.py", "benchmarks/switch_scene.py", "benchmarks/switch_triton"),
+        *("benchmarks/open_load", "benchmarks/native_load"),
     ),
     arguments={
         "--switches": {"type": int, "help": f"in all (default {SWITCHES})"},

@@ -1,0 +1,204 @@
+"""Rounds of requests at a share of a server's capacity, without and with changes of its models."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.open_load import open_load
+from benchmarks.switch_scene import Side, kinds
+
+SHARE, CALLERS, ROUND_S, SETTLE_S = 0.7, 8, 5.0, 0.3
+CAPACITY_RUNS, CAPACITY_S, CAPACITY_PAUSE_S = 3, 1.0, 0.5
+STOLEN = 0.02
+"""Share of the processors' time that other machines of a shared host take in a disturbed round."""
+
+
+@dataclass
+class Half:
+    """Half of a round, from ``begin`` to ``end`` (`time.monotonic_ns`), and its loads.
+
+    ``stolen``: share of the processors' time that other machines of the host took."""
+
+    begin: int
+    end: int = 0
+    stolen: float = 0.0
+    changes: list[tuple[int, int, int]] = field(default_factory=list)  # begin, end, version
+
+
+@dataclass
+class Measured:
+    """Rounds of one load: halves without and with changes, the answers, resources after each round."""
+
+    quiet: list[Half] = field(default_factory=list)
+    busy: list[Half] = field(default_factory=list)
+    records: NDArray[Any] = field(default_factory=lambda: np.empty(0))
+    resources: list[dict[str, float]] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    error: str = ""
+
+    def latencies(self, halves: list[Half]) -> NDArray[np.float64]:
+        """Latencies in ms of requests that were due in ``halves``."""
+        due, found = self.records["due"], np.zeros(len(self.records), bool)
+        for half in halves:
+            found |= (due >= half.begin) & (due < half.end)
+        late: NDArray[np.float64] = (self.records["end"] - due)[found] / 1e6
+        return late
+
+    @property
+    def disturbed(self) -> list[bool]:
+        """Whether other machines took much of the processors' time, by round."""
+        return [
+            max(quiet.stolen, busy.stolen) > STOLEN
+            for quiet, busy in zip(self.quiet, self.busy, strict=True)
+        ]
+
+    def without_disturbed(self) -> Measured:
+        """The rounds that were not disturbed, and the answers that were due in them."""
+        kept = [i for i, each in enumerate(self.disturbed) if not each]
+        found = Measured(*([each[i] for i in kept] for each in (self.quiet, self.busy)))
+        due, inside = self.records["due"], np.zeros(len(self.records), bool)
+        for half in (*found.quiet, *found.busy):
+            inside |= (due >= half.begin) & (due < half.end)
+        found.records, found.error = self.records[inside], self.error
+        found.resources = [self.resources[i] for i in kept]
+        found.rates = [self.rates[i] for i in kept]
+        return found
+
+    def ratio(self, percent: float) -> float:
+        """The median over the rounds of a percentile with changes / without."""
+        return float(
+            np.median(
+                [
+                    np.percentile(self.latencies([busy]), percent)
+                    / np.percentile(self.latencies([quiet]), percent)
+                    for quiet, busy in zip(self.quiet, self.busy, strict=True)
+                ]
+            )
+        )
+
+    def pooled(self, percent: float) -> float:
+        """A percentile of all rounds' answers, with changes / without."""
+        busy, quiet = (np.percentile(self.latencies(h), percent) for h in (self.busy, self.quiet))
+        return float(busy / quiet)
+
+    @property
+    def failed(self) -> int:
+        """Errors, and answers with defaults in place of rows, which the server flags as degraded."""
+        return int(((self.records["status"] != 200) | (self.records["wrong"] == 2)).sum())
+
+    @property
+    def mixed(self) -> int:
+        return int((self.records["wrong"] == 1).sum())
+
+    @property
+    def stale(self) -> int:
+        """Answers of another version than the current one to requests due after a change, before the next."""
+        due, value, count = self.records["due"], self.records["value"], 0
+        answered = (self.records["status"] == 200) & (self.records["wrong"] == 0)
+        for half in self.busy:
+            ends = [begin for begin, _, _ in half.changes[1:]] + [half.end]
+            for (_, end, version), until in zip(half.changes, ends, strict=True):
+                others = answered & (due > end) & (due < until) & (value != version)
+                count += int(others.sum())
+        return count
+
+    def growth(self, what: str) -> tuple[float, float]:
+        """The highest of ``what`` in the first and in the last quarter of the rounds."""
+        values = [each[what] for each in self.resources]
+        n = max(1, len(values) // 4)
+        return max(values[:n]), max(values[-n:])
+
+    def slower(self) -> float:
+        """p50 without changes: the last quarter of the rounds / the first."""
+        n = max(1, len(self.quiet) // 4)
+        last, first = (np.median(self.latencies(h)) for h in (self.quiet[-n:], self.quiet[:n]))
+        return float(last / first)
+
+    def rows(self, name: str) -> Iterator[dict[str, Any]]:
+        took = [(end - begin) / 1e9 for half in self.busy for begin, end, _ in half.changes]
+        for title, halves in (("without", self.quiet), ("with", self.busy)):
+            late = self.latencies(halves)
+            p50, p99, p999 = np.percentile(late, [50, 99, 99.9])
+            yield {
+                "": f"{name}, {title}",
+                "requests": len(late),
+                "p50 ms": float(p50),
+                "p99 ms": float(p99),
+                "p99.9 ms": float(p999),
+                "max ms": float(late.max()),
+                "changes": len(took) if title == "with" else 0,
+                "s a change, median": float(np.median(took)) if title == "with" else 0.0,
+                "s, most": max(took) if title == "with" else 0.0,
+            }
+
+
+def capacity(side: Side, rows: int, load: list[str], workers: int = 0) -> float:
+    """Requests a second of closed loops: of several runs the fewest, which the machine always manages."""
+    callers = max(CALLERS, 4 * workers)
+    found = []
+    for _ in range(CAPACITY_RUNS):
+        time.sleep(CAPACITY_PAUSE_S)
+        made = kinds(rows, ours=side.name == "hps")
+        with open_load(side.address, made, 0, connections=callers, prefix=load) as running:
+            time.sleep(CAPACITY_S)
+        ends = np.sort(running.records["end"])
+        found.append(len(ends) / (ends[-1] - running.records["sent"].min()) * 1e9)
+    return min(found)
+
+
+def measure(
+    side: Side,
+    rows: int,
+    load: list[str],
+    rounds: int,
+    change: Callable[[Half], None],
+    round_s: float = ROUND_S,
+    workers: int = 0,
+) -> Measured:
+    """Alternate ``rounds`` halves without and with ``change``, which records what it changes."""
+    measured, records = Measured(), []
+    made = kinds(rows, ours=side.name == "hps")
+    for number in range(rounds):
+        rate = SHARE * capacity(side, rows, load, workers)
+        with open_load(side.address, made, rate, prefix=load, idle_s=side.idle_s) as running:
+            time.sleep(1)
+            before = processor_times()
+            quiet = Half(time.monotonic_ns())
+            time.sleep(round_s)
+            quiet.end = time.monotonic_ns()
+            between = processor_times()
+            busy = Half(quiet.end)
+            change(busy)
+            time.sleep(SETTLE_S)  # the replaced version is freed
+            busy.end = time.monotonic_ns()
+            quiet.stolen = stolen(before, between)
+            busy.stolen = stolen(between, processor_times())
+        measured.quiet.append(quiet)
+        measured.busy.append(busy)
+        measured.rates.append(rate)
+        records.append(running.records)
+        measured.error = measured.error or running.error
+        measured.resources.append(side.resources())
+        done = f"{side.name}: round {number + 1} of {rounds}, {rate:,.0f} requests/s"
+        taken = max(quiet.stolen, busy.stolen)
+        print(done + (f", disturbed: {taken:.0%}" if taken > STOLEN else ""), file=sys.stderr)
+    measured.records = np.concatenate(records)
+    return measured
+
+
+def processor_times() -> list[int]:
+    """The first line of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal, …"""
+    return [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+
+
+def stolen(before: list[int], after: list[int]) -> float:
+    spent = [late - early for early, late in zip(before, after, strict=True)]
+    return spent[7] / max(1, sum(spent))
