@@ -66,7 +66,7 @@ class DenseSettings(StrictModel):
     threads: int = Field(1, ge=0)
     """Threads per run of the network; 0: ONNX Runtime decides."""
     inline_us: float = Field(250.0, ge=0)
-    """Networks that run faster than this, measured at start, run on the caller's thread."""
+    """Networks that run faster than this, as measured by runs, run on the caller's thread."""
     runs: int | None = Field(None, ge=1)
     """Threads for longer runs. null: 4, without `triton` at most the number of cores."""
     queue: int = Field(1024, ge=1)

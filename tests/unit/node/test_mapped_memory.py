@@ -106,3 +106,22 @@ def test_table_that_two_threads_admit_is_counted_once(make_memory):
             asked.result()
             assert memory.admit(B)
             memory.release([B])
+
+
+def test_pages_of_hot_keys_are_read_first(make_memory, files, monkeypatch):
+    memory, steps = make_memory(1), []
+    for name in ("populate", "load"):
+        real = getattr(OverlaidTable, name)
+
+        def step(mapped, *args, real=real, name=name):
+            steps.append((name, args))
+            return real(mapped, *args)
+
+        monkeypatch.setattr(OverlaidTable, name, step)
+    memory.admit(A)
+    hot = np.array([700, 3, 1999])
+    memory.load(A, hot)
+    assert [name for name, _ in steps][:2] == ["populate", "load"]
+    np.testing.assert_array_equal(steps[0][1][0], hot)
+    assert {name for name, _ in steps[1:]} == {"load"}
+    assert memory.is_resident(A)
