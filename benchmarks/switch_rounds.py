@@ -29,8 +29,8 @@ class Half:
 
     begin: int
     end: int = 0
-    stolen: float = 0.0
     changes: list[tuple[int, int, int]] = field(default_factory=list)  # begin, end, version
+    stolen: float = 0.0
 
 
 @dataclass

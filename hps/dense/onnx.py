@@ -216,7 +216,7 @@ class OnnxModel:
         session = self._session
         if session is None:
             raise Unavailable("the network is closed")
-        expected_us = self._expected_us(len(next(iter(inputs.values()))))
+        expected_us = self._expected_us(len(next(iter(inputs.values()), ())))
         is_timed = self.on_host and self._inline_us < expected_us < math.inf
         start = time.thread_time() if is_timed else 0.0
         try:

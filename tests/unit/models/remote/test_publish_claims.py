@@ -20,7 +20,7 @@ from hps.types import NoProgress
 from tests.support.waiting import until
 from tests.unit.models.conftest import spec
 
-CLAIM_S = 3.0
+CLAIM_S = 6.0  # the successor must publish sooner, also on a busy machine
 TABLES = [f"t{i}" for i in range(30)]
 PUBLISH = f"""
 import sys
@@ -65,7 +65,8 @@ def test_suspended_publisher_leaves_the_version_of_its_successor(uri, s3, tmp_pa
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert "was suspended for more than 3 s" in errors
+        process.communicate()
+    assert "was suspended for more than 6 s" in errors
     assert "publish it again" in errors
     paths = [p.relative_to(second) for p in second.rglob("*") if p.is_file()]
     other = [p for p in paths if s3.read(f"{prefix}/ctr/1/{p}") != (second / p).read_bytes()]
