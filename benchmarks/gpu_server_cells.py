@@ -30,7 +30,7 @@ class Extent:
     @staticmethod
     def of(options: Options) -> Extent:
         if options.quick:
-            return Extent(0.4, (1, 64), (1, 8))
+            return Extent(0.8, (1, 64), (1, 8))
         return Extent(float(options.extra.get("seconds") or 1.0), tuple(BATCHES), CALLERS)
 
 
