@@ -237,8 +237,9 @@ class OnnxModel:
     def _lower_expected(self, expected_us: float, took_us: float) -> None:
         """Expect less of all batches if a run took less than expected.
 
-        A warm-up beside requests measures up to five times as much: the other threads evict its data from the
-        processor's caches. All later runs would go to the pool, which costs a server a third of its rate."""
+        A warm-up beside requests measures up to five times too much: other threads evict the network's data
+        from the processor's caches. Later runs would then go to the pool, which costs a server a third of its
+        rate."""
         if took_us < expected_us:
             self._one_us *= took_us / expected_us
             self._sample_us *= took_us / expected_us

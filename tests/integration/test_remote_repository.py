@@ -314,6 +314,7 @@ def test_peer_that_returns_other_bytes_is_not_trusted(s3, tmp_path):
     )
     with web_repository(tmp_path / "www") as web:
         found = repository_of(models.model_copy(update={"peers": [web.url]})).open("words")
+        assert [each for each in web.reads if each.endswith("/manifest.json")]
         assert [each for each in web.reads if "/tables/words/" in each]
     assert first_files(found.folder) == first_files(tmp_path / "source/words/1")
 

@@ -98,7 +98,7 @@ class PreparedDeviceLookups:
         self._backoff = CallBackoff()
         self._fetch_backoff = CallBackoff()
         self._closed = False
-        self._on_current = threading.Lock()
+        self._current_stream_lock = threading.Lock()
 
     def close(self) -> None:
         """Free what was prepared; later lookups raise Unavailable."""
@@ -129,8 +129,11 @@ class PreparedDeviceLookups:
                 prepared = idle.get_nowait()
             except queue.Empty:
                 prepared = self._prepare(features, keys or [JaggedKeys(k, len(k)) for k in arrays])
-            if isinstance(prepared, PreparedVectors) and self._on_current.acquire(blocking=False):
-                # Two calls of the driver fewer; threads that share a stream would wait for each other.
+            if isinstance(prepared, PreparedVectors) and self._current_stream_lock.acquire(
+                blocking=False
+            ):
+                # Without an event between two streams: two calls of the driver fewer. One lookup at a time,
+                # since those that share a stream wait for each other.
                 lent, stream = None, space.current_stream()
             else:
                 lent = stream = space.take_stream()
@@ -148,7 +151,7 @@ class PreparedDeviceLookups:
                     stream.synchronize()  # its next user may have another stream
                 idle.put(prepared)
                 if lent is None:
-                    self._on_current.release()
+                    self._current_stream_lock.release()
                 else:
                     space.give_back(lent)
 
