@@ -94,8 +94,6 @@ class NodeCaches:
             lambda table: table in self._stores.tables,
         )
         self._resources.callback(self._writer.close)
-        if self._cpu_cache is not None:
-            self._cpu_cache.on_replaced = self._writer.promote
         if self.in_memory is not None and on_gpu is not None:
             self._gpu_promotion = GpuPromotion(
                 self._writer,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from hps.errors import ConfigError
-from hps.native import dedup
+from hps.native import CacheTable, dedup
 from hps.tiers.base import newest_of_each
 from hps.tiers.checks import check_keys, check_rows
 from hps.tiers.cpu.cache_memory import CacheMemory
@@ -50,8 +50,6 @@ class CpuCache(CacheReads):
     ) -> None:
         super().__init__(threads=threads, clock=clock)
         self._mapped: dict[EmbeddingTable, OverlaidTable] = {}
-        self.on_replaced: Callable[[EmbeddingTable, KeyArray], None] = lambda _table, _keys: None
-        """Called with keys in use whose rows in a mapped file an update replaces; must not block."""
         self._eviction = eviction
         self._memory = memory or CacheMemory()
         try:
@@ -73,15 +71,13 @@ class CpuCache(CacheReads):
             raise ConfigError(f"eviction must be lru, lfu, random or fifo, not {eviction!r}")
         held = self._memory.make(table, rows, eviction)
         held.threads = self._threads
-        self._mapped.pop(table, None)
-        self._use_counts.pop(table, None)
+        self._unmap(table)
         self._caches[table] = self._tables[table] = held
 
     def drop_table(self, table: EmbeddingTable) -> None:
         """Remove ``table`` and free its memory."""
         self._tables.pop(table, None)
-        self._mapped.pop(table, None)
-        self._use_counts.pop(table, None)
+        self._unmap(table)
         if self._caches.pop(table, None) is not None and self._memory.shared:
             self._memory.shared.drop(table)
 
@@ -89,8 +85,9 @@ class CpuCache(CacheReads):
         """Read ``table``, which has a capacity, from ``mapped`` first.
 
         The rows of the file should be in memory: readers wait for those that are not. From now on `insert`
-        drops rows that the file answers. Attached processes read the file, too. Raises KeyError for a table
-        without capacity, OSError if the file's marks cannot be shared."""
+        drops rows that the file answers. Changes that hide rows of the file are inserted just before: all
+        while there is room, then only those of rows in use. Attached processes read the file, too. Raises
+        KeyError for a table without capacity, OSError if the file's marks cannot be shared."""
         held, shared = self._caches[table], self._memory.shared
         uses = np.zeros(mapped.file.header.rows, np.uint8)
         if shared is not None:
@@ -98,6 +95,12 @@ class CpuCache(CacheReads):
         self._mapped[table] = mapped
         self._use_counts[table] = UseCounts(mapped.file.table, uses)
         self._tables[table] = self._layered(mapped.file.table, held)
+        mapped.on_hiding = partial(self._replace, table)
+
+    def _unmap(self, table: EmbeddingTable) -> None:
+        self._use_counts.pop(table, None)
+        if (mapped := self._mapped.pop(table, None)) is not None:
+            mapped.on_hiding = None
 
     def is_mapped(self, table: EmbeddingTable) -> bool:
         """True after `map_table`."""
@@ -137,6 +140,36 @@ class CpuCache(CacheReads):
         if mapped is not None and vectors is not None and not resident_only:
             others = np.flatnonzero(~mapped.answers_directly(keys))
             keys, vectors, versions = keys[others], vectors[others], versions[others]
+        self._put(table, held, keys, vectors, versions, resident_only=resident_only)
+
+    def _replace(
+        self,
+        table: EmbeddingTable,
+        keys: KeyArray,
+        vectors: VectorArray | None,
+        versions: VersionArray,
+    ) -> None:
+        """Insert changes that are about to hide rows of the table's mapped file; see `map_table`.
+
+        On the thread that writes the stores, so that no reader misses between the two."""
+        held, counts = self._caches.get(table), self._use_counts.get(table)
+        if held is None or counts is None:
+            return
+        if vectors is not None and held.rows + len(keys) > held.capacity:
+            used = counts.used(keys)
+            keys, vectors, versions = keys[used], vectors[used], versions[used]
+        self._put(table, held, keys, vectors, versions, resident_only=False)
+
+    def _put(
+        self,
+        table: EmbeddingTable,
+        held: CacheTable,
+        keys: KeyArray,
+        vectors: VectorArray | None,
+        versions: VersionArray,
+        *,
+        resident_only: bool,
+    ) -> None:
         # Each key must occur once: else its newer row could be evicted by another row of this call before
         # its older version is written.
         if len(dedup(keys)[0]) < len(keys):
@@ -145,10 +178,6 @@ class CpuCache(CacheReads):
             vectors = None if vectors is None else vectors[keep]
         oldest = self._oldest_tombstone(table, held)
         held.write(keys, vectors, versions, oldest, resident_only)
-        if mapped is not None and resident_only:
-            with suppress(RuntimeError):  # the file is damaged; the stores report it
-                if len(used := self._use_counts[table].used(keys)):
-                    self.on_replaced(table, used)
 
     def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
         check_keys(table, keys)

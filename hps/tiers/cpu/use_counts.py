@@ -29,12 +29,12 @@ class UseCounts:
         uses = self._uses[at]
         self._uses[at] = uses + (uses < _MOST)
 
-    def used(self, keys: KeyArray) -> KeyArray:
-        """Return those of ``keys (n,)`` of which a use was counted. Raises RuntimeError as `add`."""
+    def used(self, keys: KeyArray) -> NDArray[np.bool_]:
+        """Return a mask of the ``keys (n,)`` of which a use was counted. Raises RuntimeError as `add`."""
         at: IndexArray = self._table.positions(keys)
-        known = at >= 0
-        known[known] = self._uses[at[known]] > 0
-        return keys[known]
+        used: NDArray[np.bool_] = at >= 0
+        used[used] = self._uses[at[used]] > 0
+        return used
 
     def top_k(self, n: int) -> HotKeys:
         """Return the keys (k,) of the ``n`` rows used most, and their scores; halves high counts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,20 @@ from hps.native.mapped_format import BLOCK_BYTES, HEADER_BYTES, MappedFile, open
 from hps.tiers.base import Part
 from hps.tiers.mapped.masked_positions import MASKED_POSITIONS_FILE, read_masked_positions
 from hps.tiers.mapped.row_marks import Bits, RowMarks
-from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, VectorArray
+from hps.types import (
+    EmbeddingTable,
+    IndexArray,
+    KeyArray,
+    Source,
+    VectorArray,
+    VersionArray,
+)
 
 _NONE = np.empty(0, np.int64)
 _READ_ROWS = 1 << 18
+
+OnHiding = Callable[[KeyArray, VectorArray | None, VersionArray], None]
+"""Called with changes just before they hide rows: keys, vectors (None: deletions), versions."""
 
 
 class MappedSegment:
@@ -84,6 +94,8 @@ class OverlaidTable:
     ) -> None:
         self.version = version
         self.asks_first = asks_first
+        self.on_hiding: OnHiding | None = None
+        """A cache whose readers read the file first takes the changes here: else they would miss them."""
         self._unreadable = ""
         base = MappedSegment(path, version, folder=folder)
         self.file: MappedFile = base.file

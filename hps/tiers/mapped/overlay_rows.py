@@ -1,7 +1,8 @@
 """Writes to tables with a mapped file: by the version rule against the file, into the overlay.
 
-RocksDB is written first, then the bits that hide the file's rows, then the write is acknowledged. So a
-reader sees the file's row until it sees the new one. A set bit implies an entry in the overlay: an expired
+RocksDB is written first, then a cache that reads the file (`OverlaidTable.on_hiding`), then the bits that
+hide the file's rows, then the write is acknowledged. So a reader sees the file's row until it sees the new
+one. A set bit implies an entry in the overlay: an expired
 tombstone of a key of the file is kept, and an evicted row leaves one that has expired from the start."""
 
 from __future__ import annotations
@@ -65,11 +66,14 @@ class OverlayRows(VersionedRows):
 
             def write(at: IndexArray, *, resident_only: bool) -> None:
                 rows = None if vectors is None else vectors[at]
-                some = keys[at]
-                super(OverlayRows, self).write(
-                    table, some, rows, versions[at], resident_only=resident_only
-                )
-                if not resident_only:
+                some, own = keys[at], versions[at]
+                super(OverlayRows, self).write(table, some, rows, own, resident_only=resident_only)
+                if resident_only:
+                    return
+                try:
+                    if at is newer and len(some) and mapped.on_hiding is not None:
+                        mapped.on_hiding(some, rows, own)
+                finally:  # RocksDB has the rows
                     mapped.override(some)
 
             # A row of the file is resident, although RocksDB has none.

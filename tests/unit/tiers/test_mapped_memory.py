@@ -106,6 +106,7 @@ def test_rows_come_from_the_file_without_taking_the_cache_memory(opened):
 def test_overridden_rows_come_from_the_cache_or_the_store(opened):
     opened.write([5, ROWS + 1], 100)
     opened.delete([6])
+    opened.cache.evict(TABLE, np.array([5]))
     assert gather(opened.cache, [4, 5]) is None
     part = fetch(opened.cache, [4, 5, 6, 7, ROWS + 1])
     assert part.missing.tolist() == [1, 4]
@@ -121,10 +122,43 @@ def test_overridden_rows_come_from_the_cache_or_the_store(opened):
     assert fetch(opened.chain, [6]).source.tolist() == [0]
 
 
+def test_changed_rows_of_the_file_stay_in_memory(opened):
+    """A reader never misses because of a change, not even before the caches are told of it."""
+    keys = np.array([5, 7, ROWS + 1])
+    opened.store.insert(TABLE, keys, rows_of(keys, 100), np.full(3, opened.version, np.uint64))
+    np.testing.assert_array_equal(gather(opened.cache, [5, 7]), rows_of([5, 7], 100))
+    assert (
+        gather(opened.cache, [ROWS + 1]) is None
+    )  # not of the file: it comes when it is asked for
+    opened.store.delete(TABLE, np.array([6]), np.full(1, opened.version + 1, np.uint64))
+    deleted = fetch(opened.cache, [6])
+    assert not len(deleted.missing), "the cache knows the deletion"
+    assert deleted.source.tolist() == [0]
+
+
+def test_changes_of_a_full_cache_insert_rows_in_use_only(opened):
+    for _ in range(64):
+        gather(opened.cache, [1, 2])
+    opened.write(np.arange(1000, 1200), 100)
+    assert opened.cache.size(TABLE) > 150
+    opened.write(np.arange(50), 100)
+    np.testing.assert_array_equal(gather(opened.cache, [1, 2]), rows_of([1, 2], 100))
+    assert all(gather(opened.cache, [key]) is None for key in range(3, 50))
+
+
+def test_an_old_change_of_a_row_that_left_the_cache_does_not_come_back(opened):
+    opened.write([5], 100)
+    opened.cache.evict(TABLE, np.array([5]))
+    older = np.array([opened.version - 100], np.uint64)
+    opened.store.insert(TABLE, np.array([5]), rows_of([5], 50), older)
+    assert gather(opened.cache, [5]) is None
+    np.testing.assert_array_equal(fetch(opened.chain, [5]).out, rows_of([5], 100))
+
+
 @pytest.mark.parametrize("keys_per_bag", [3, 1500])
 def test_bags_are_pooled_from_both(opened, keys_per_bag):
     opened.write([5, 9], 100)
-    opened.promote([5])
+    opened.cache.evict(TABLE, np.array([9]))
     keys = np.array([*range(1, 10), 5, 5, 7] * (keys_per_bag // 3))
     bags = Bags(TABLE, keys, np.empty((12 // 3, DIM), np.float32))
     assert opened.cache.gather([], [bags])
@@ -249,8 +283,6 @@ def test_attached_processes_read_the_file_and_the_marks(owner, tmp_path):
     keys = np.random.default_rng(2).integers(0, ROWS, 9000)
     np.testing.assert_array_equal(gather(attached, keys), rows_of(keys))
     owner.write([5], 100)
-    assert gather(attached, [4, 5]) is None
-    owner.promote([5])
     np.testing.assert_array_equal(gather(attached, [5]), rows_of([5], 100))
     for _ in range(64):
         gather(attached, [7])
