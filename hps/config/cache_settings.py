@@ -46,7 +46,9 @@ class CpuCacheSettings(StrictModel):
     """Off: every lookup reads from the store."""
     capacity_bytes: int = Field(1 << 30, ge=0)
     """Bytes, divided among the tables in proportion to their sizes unless `cache_rows` or `share` is set. A
-    table whose mapped file is in memory counts with an eighth of its rows: those that updates change."""
+    table whose mapped file is in memory needs room only for rows that updates change, which takes memory as
+    they arrive: all such tables together get at most half of the bytes, each at least for an eighth of its
+    rows."""
     share: float | None = Field(None, gt=0, le=1)
     """Capacity as a share of each table's rows instead of bytes."""
     eviction: Eviction = "lru"

@@ -51,9 +51,11 @@ class CacheTable:
         file: int = -1,
         huge_pages: str = "try",
         numa_node: int = -1,
+        on_demand: bool = False,
     ) -> None:
         """Create the table in private memory, or in the file of the descriptor ``file``, to share it.
 
+        ``on_demand``: memory of a file is allocated as rows arrive; if there is none, rows are evicted.
         Raises MemoryError if memory is exhausted, RuntimeError if the system refuses pages or node."""
 
     @staticmethod

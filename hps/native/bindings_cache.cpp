@@ -62,14 +62,14 @@ void bind_cache(nb::module_& m) {
           [](CacheTable* self, std::uint64_t capacity, const ReadOnlyRows& like,
              const std::string& eviction, std::uint8_t code,
              const std::optional<std::string>& kernels, int file, const std::string& huge_pages,
-             int numa_node) {
+             int numa_node, bool on_demand) {
             new (self)
                 CacheTable(capacity, like, eviction_named(eviction), code, kernels_named(kernels),
-                           {file, pages_named(huge_pages), numa_node});
+                           {file, pages_named(huge_pages), numa_node, on_demand});
           },
           nb::arg("capacity"), nb::arg("like").noconvert(), nb::arg("eviction"), nb::arg("code"),
           nb::arg("kernels") = nb::none(), nb::arg("file") = -1, nb::arg("huge_pages") = "try",
-          nb::arg("numa_node") = -1)
+          nb::arg("numa_node") = -1, nb::arg("on_demand") = false)
       .def_static("attach", &attach, nb::arg("file"), nb::arg("like").noconvert(), nb::arg("code"),
                   nb::rv_policy::take_ownership)
       .def("repair", &CacheTable::repair)

@@ -219,7 +219,7 @@ class CacheTable final : public RowTable {
   std::uint64_t tombstones() const { return table_->counts().tombstones; }
   std::uint64_t evictions() const { return table_->counts().evictions; }
   std::uint64_t capacity() const { return table_->header().capacity; }
-  std::uint64_t bytes() const { return table_->header().bytes; }
+  std::uint64_t bytes() const { return table_->bytes(); }
 
   bool repair() { return table_->repair(); }
 

@@ -139,9 +139,10 @@ class NodeCaches:
         self._memory = MappedMemory(cache, self._stores.direct_file, memory_budget(settings))
         self._resources.callback(self._memory.close)
         tables = {table: self._stores.rows(table) for table in self._tables()}
-        plan = plan_rows(settings, tables, self._in_memory(tables))
-        for table, rows in plan.items():
-            cache.add_table(table, rows, eviction_of(settings, table))
+        in_memory = self._in_memory(tables)
+        for table, rows in plan_rows(settings, tables, in_memory).items():
+            eviction = eviction_of(settings, table)
+            cache.add_table(table, rows, eviction, on_demand=table in in_memory)
         if chosen.snapshot.path is not None:
             self._hot = hot_keys_at_start(chosen.snapshot.path)
             snapshots = HotKeySnapshots(
@@ -225,16 +226,18 @@ class NodeCaches:
             return ""
         new = self._stores.unshared_tables(model)
         other_tables = [*dict.fromkeys([*other_tables, *model.tables.values()]).keys() - set(new)]
+        in_memory = self._in_memory(new)
         plan, warning = plan_rows_for_new_model(
             self._settings,
             {table: self._stores.rows(table) for table in (*other_tables, *new)},
             new,
             {table: cache.capacity(table) for table in other_tables},
-            self._in_memory(new),
+            in_memory,
         )
         check_host_memory(plan, free_host_bytes())
         for table in new:
-            cache.add_table(table, plan[table], eviction_of(self._settings, table))
+            eviction = eviction_of(self._settings, table)
+            cache.add_table(table, plan[table], eviction, on_demand=table in in_memory)
             rest()
         return warning
 

@@ -14,8 +14,10 @@ from hps.tiers.cpu.cache_memory import CacheMemory
 from hps.tiers.cpu.segments import Segments
 from hps.types import EmbeddingTable
 
-_CHANGED, _LEAST_CHANGED = 8, 1024
-"""The cache has room for one in so many rows of a table whose file is in memory, and for at least so many."""
+_CHANGED, _LEAST_CHANGED = 1 / 8, 1024
+"""Of the rows of a table whose file is in memory, the cache has room for this share and number at least."""
+_IN_MEMORY = 1 / 2
+"""The share of the cache's bytes that such tables get beyond: another version must fit beside them."""
 
 
 def cache_memory(chosen: CpuCacheSettings) -> CacheMemory:
@@ -33,15 +35,20 @@ def plan_rows(
 ) -> Rows:
     """Share the cache's memory out over tables of ``table_rows`` rows; overrides come first.
 
-    Tables whose files are ``in_memory`` count with a part of their rows: the cache has only those that
-    updates have changed. Its memory is allocated whole, so the rest would never be used."""
+    Tables whose files are ``in_memory`` count with all rows if half of the bytes is enough for these, else
+    with a part: the cache has only rows that updates have changed, in memory that grows with them."""
     chosen = settings.tiers.cpu_cache
     overrides = {table: _override(settings, table) for table in table_rows}
     if chosen.share is None:
-        table_rows = {
-            table: changed_rows(rows)
+        counted = {
+            table: rows
+            for table, rows in table_rows.items()
             if table in in_memory and overrides[table].cache_share is None
-            else rows
+        }
+        whole = sum(slot_bytes(table) * rows for table, rows in counted.items())
+        share = _IN_MEMORY * chosen.capacity_bytes / max(1, whole)
+        table_rows = {
+            table: changed_rows(rows, share) if table in counted else rows
             for table, rows in table_rows.items()
         }
     return plan_capacity(
@@ -53,9 +60,11 @@ def plan_rows(
     )
 
 
-def changed_rows(rows: int) -> int:
-    """Capacity for changed rows of a table of ``rows`` rows whose mapped file lookups read directly."""
-    return min(rows, max(_LEAST_CHANGED, rows // _CHANGED))
+def changed_rows(rows: int, share: float = _CHANGED) -> int:
+    """Capacity for changed rows of a table of ``rows`` rows whose mapped file lookups read directly.
+
+    ``share``: of the rows, if there is room for more than an eighth."""
+    return min(rows, max(_LEAST_CHANGED, int(max(_CHANGED, share) * rows)))
 
 
 def plan_rows_for_new_model(

@@ -1,4 +1,4 @@
-"""CacheWriter: the one thread of a node that changes its caches.
+"""CacheWriter: the thread of a node that changes its caches.
 
 Two rules keep a cache from going stale (invariant 5). After a store has changed, its writer calls
 ``update`` or ``delete`` here. And a promotion is queued as keys, not rows: the writer reads the rows
@@ -11,7 +11,10 @@ promoted. The exception is a key that the node's own store answers: that store h
 the caches receive it, so its rows are no older than those of lookups that skip the other stores.
 Otherwise an unavailable Redis would keep the CPU cache cold for as long. Where rows have no versions,
 the own store's row counts as the newest: another store may miss an update that the caches have already
-received."""
+received.
+
+Another thread writes one cache: the own store gives the CPU cache changes of mapped tables before their
+`update` comes here (`CpuCache.map_table`). Until then the version rule decides between both."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ namespace hps {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x65686361'63737068ULL;  // "hpscache"
-constexpr std::uint32_t kLayout = 2;
+constexpr std::uint32_t kLayout = 3;
+constexpr std::uint64_t kBackedBytes = 2 << 20;  // of rows, at a time: .5 ms
 
 // The number of rows that a victim is chosen from, in some eight consecutive buckets. The hand
 // continues behind them, so all rows are sampled equally often. (With a fixed number of buckets
@@ -22,6 +23,8 @@ constexpr std::uint64_t kSampleBuckets = 8;
 struct Plan {
   std::uint64_t buckets, buckets_at, versions_at, rows_at, bytes;
 };
+
+bool grows(const MemoryKind& kind) { return kind.on_demand && kind.file >= 0; }
 
 constexpr std::uint64_t aligned(std::uint64_t offset) { return (offset + 63) / 64 * 64; }
 
@@ -47,7 +50,10 @@ std::uint64_t CacheTable::bytes_for(std::uint64_t capacity, std::size_t row_byte
 
 CacheTable::CacheTable(std::uint64_t capacity, std::size_t row_bytes, Eviction eviction,
                        const ReadKernels& read, const MemoryKind& kind)
-    : memory_(bytes_for(capacity, row_bytes), kind), read_(read) {
+    : memory_(bytes_for(capacity, row_bytes),
+              grows(kind) ? plan(capacity, row_bytes).versions_at : bytes_for(capacity, row_bytes),
+              kind),
+      read_(read) {
   const Plan made = plan(capacity, row_bytes);
   auto* header = reinterpret_cast<Header*>(memory_.data());
   header->layout = kLayout;
@@ -60,6 +66,7 @@ CacheTable::CacheTable(std::uint64_t capacity, std::size_t row_bytes, Eviction e
   header->rows_at = made.rows_at;
   header->bytes = made.bytes;
   header->free_row = kNoRow;
+  header->backed_rows = grows(kind) ? 0 : capacity;
   store_release(header->magic, kMagic);
   map_view();
 }
@@ -75,7 +82,8 @@ CacheTable::CacheTable(std::size_t row_bytes, const ReadKernels& read, int file)
                                 " bytes, not " + std::to_string(row_bytes));
   if (memory_.bytes() < made.bytes || header->bytes != made.bytes ||
       header->buckets != made.buckets || header->buckets_at != made.buckets_at ||
-      header->versions_at != made.versions_at || header->rows_at != made.rows_at)
+      header->versions_at != made.versions_at || header->rows_at != made.rows_at ||
+      header->backed_rows > header->capacity)
     throw std::invalid_argument("the table's header contradicts itself or its file's length");
   map_view();
 }
@@ -89,6 +97,12 @@ void CacheTable::map_view() {
            base + header->rows_at,
            header->buckets,
            header->row_bytes};
+}
+
+std::uint64_t CacheTable::bytes() const {
+  const Header& h = *view_.header;
+  const std::uint64_t missing = h.capacity - load(h.backed_rows);
+  return h.bytes - missing * (h.row_bytes + sizeof(std::uint64_t));
 }
 
 CacheCounts CacheTable::counts() const {
@@ -202,7 +216,25 @@ bool CacheTable::find_free_slot(std::uint64_t home, Slot& at, unsigned& step) co
 }
 
 bool CacheTable::has_free_row() const {
-  return view_.header->free_row != kNoRow || view_.header->fresh_row < view_.header->capacity;
+  const Header& header = *view_.header;
+  const std::uint64_t rows = is_out_of_memory_ ? header.backed_rows : header.capacity;
+  return header.free_row != kNoRow || header.fresh_row < rows;
+}
+
+// Allocates memory for some rows behind those that have it; returns false if there are none, or no
+// memory.
+bool CacheTable::back_more_rows() {
+  Header& header = *view_.header;
+  const std::uint64_t first = header.backed_rows, row_bytes = header.row_bytes;
+  if (is_out_of_memory_ || first == header.capacity) return false;
+  const std::uint64_t n = std::max<std::uint64_t>(1, kBackedBytes / row_bytes);
+  const std::uint64_t end = std::min(first + n, header.capacity);
+  const std::uint64_t versions = header.versions_at, version_bytes = sizeof(std::uint64_t);
+  is_out_of_memory_ =
+      memory_.back(versions + first * version_bytes, versions + end * version_bytes) != 0 ||
+      memory_.back(header.rows_at + first * row_bytes, header.rows_at + end * row_bytes) != 0;
+  if (!is_out_of_memory_) store(header.backed_rows, end);
+  return !is_out_of_memory_;
 }
 
 // A free row; if there is none, the row of the coldest slot of a sample, which is evicted. `before`
@@ -214,7 +246,7 @@ std::uint32_t CacheTable::allocate_row(RowKind& before) {
     store(header.free_row, static_cast<std::uint32_t>(load(view_.versions[row])));
     return row;
   }
-  if (header.fresh_row < header.capacity) {
+  if (header.fresh_row < header.backed_rows || back_more_rows()) {
     begin_change(Slot{0, 0}, header.fresh_row, RowKind::kNone);
     store(header.fresh_row, header.fresh_row + 1);
     return header.fresh_row - 1;

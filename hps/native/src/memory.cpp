@@ -29,6 +29,12 @@ std::uintptr_t round_up_to_huge_page(std::uintptr_t at) {
 
 std::string reason() { return std::strerror(errno); }
 
+int duplicate(int file) {
+  const int made = fcntl(file, F_DUPFD_CLOEXEC, 0);
+  if (made < 0) throw std::runtime_error("the table's file cannot be kept open: " + reason());
+  return made;
+}
+
 // The active option of a kernel setting, which the kernel shows in brackets; empty: no such file.
 std::string active_option(const std::string& setting) {
   std::ifstream file("/sys/kernel/mm/transparent_hugepage/" + setting);
@@ -66,13 +72,14 @@ void require_transparent_mapping(const volatile std::uint8_t* at) {
 
 }  // namespace
 
-Memory::Memory(std::size_t bytes, const MemoryKind& kind) : bytes_(bytes) {
+Memory::Memory(std::size_t bytes, std::size_t backed, const MemoryKind& kind) : bytes_(bytes) {
   if (bytes > SIZE_MAX - 2 * kHugePage) throw std::bad_alloc();
   if (kind.pages == Pages::kTransparent && kind.file < 0) require_transparent_pages();
   try {
-    kind.file < 0 ? map_private(kind) : map_file(kind);
+    kind.file < 0 ? map_private(kind) : map_file(backed, kind);
   } catch (...) {
     if (mapped_ != nullptr) munmap(mapped_, mapped_bytes_);
+    if (file_ >= 0) close(file_);
     throw;
   }
 }
@@ -105,7 +112,8 @@ void Memory::map_private(const MemoryKind& kind) {
   bind(kind.numa_node);
 }
 
-void Memory::map_file(const MemoryKind& kind) {
+void Memory::map_file(std::size_t backed, const MemoryKind& kind) {
+  file_ = duplicate(kind.file);
   if (ftruncate(kind.file, static_cast<off_t>(bytes_)) != 0)
     throw std::runtime_error("the table's file cannot be extended: " + reason());
   void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, kind.file, 0);
@@ -115,18 +123,27 @@ void Memory::map_file(const MemoryKind& kind) {
   data_ = static_cast<std::uint8_t*>(at);
   bind(kind.numa_node);
 #ifdef MADV_HUGEPAGE
-  if (kind.pages != Pages::kSmall && madvise(at, bytes_, MADV_HUGEPAGE) == 0) populate_huge_pages();
+  huge_pages_ = kind.pages != Pages::kSmall && madvise(at, bytes_, MADV_HUGEPAGE) == 0;
 #endif
-  const int error = posix_fallocate(kind.file, 0, static_cast<off_t>(bytes_));
+  const int error = back(0, backed);
   if (error == ENOSPC || error == ENOMEM || error == EFBIG) throw std::bad_alloc();
   if (error != 0)
     throw std::runtime_error(std::string("the table's file cannot be allocated: ") +
                              std::strerror(error));
-  if (kind.pages == Pages::kTransparent && bytes_ >= kHugePage) require_transparent_mapping(data_);
+  if (kind.pages == Pages::kTransparent && backed >= kHugePage) require_transparent_mapping(data_);
+}
+
+int Memory::back(std::size_t begin, std::size_t end) {
+  if (file_ < 0 || begin >= end) return 0;
+  if (huge_pages_) populate_huge_pages(begin, end);
+  int error;
+  do error = posix_fallocate(file_, static_cast<off_t>(begin), static_cast<off_t>(end - begin));
+  while (error == EINTR);
+  return error;
 }
 
 // Does nothing where the file system has none: posix_fallocate takes a third of the time.
-void Memory::populate_huge_pages() {
+void Memory::populate_huge_pages(std::size_t begin, std::size_t end) {
 #ifdef MADV_POPULATE_WRITE
   const auto faults = [] {
     rusage used{};
@@ -134,8 +151,13 @@ void Memory::populate_huge_pages() {
     return used.ru_minflt;
   };
   const long before = faults();
-  if (bytes_ < kHugePage || madvise(data_, kHugePage, MADV_POPULATE_WRITE) != 0) return;
-  if (faults() - before < kFaultsOfSmallPages) madvise(data_, bytes_, MADV_POPULATE_WRITE);
+  begin = begin / kHugePage * kHugePage;
+  if (end - begin < kHugePage || madvise(data_ + begin, kHugePage, MADV_POPULATE_WRITE) != 0)
+    return;
+  if (faults() - before < kFaultsOfSmallPages)
+    madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE);
+#else
+  static_cast<void>(begin), static_cast<void>(end);
 #endif
 }
 
@@ -165,8 +187,17 @@ Memory::Memory(int file, std::size_t min_bytes) : bytes_(0) {
   if (at == MAP_FAILED) throw std::bad_alloc();
   mapped_ = at;
   data_ = static_cast<std::uint8_t*>(at);
+  try {
+    file_ = duplicate(file);
+  } catch (...) {
+    munmap(mapped_, mapped_bytes_);
+    throw;
+  }
 }
 
-Memory::~Memory() { munmap(mapped_, mapped_bytes_); }
+Memory::~Memory() {
+  munmap(mapped_, mapped_bytes_);
+  if (file_ >= 0) close(file_);
+}
 
 }  // namespace hps

@@ -59,8 +59,15 @@ class CpuCache(CacheReads):
             self.close()
             raise
 
-    def add_table(self, table: EmbeddingTable, rows: int, eviction: Eviction | None = None) -> None:
-        """Add ``table``, empty, with a capacity of ``rows`` rows."""
+    def add_table(
+        self,
+        table: EmbeddingTable,
+        rows: int,
+        eviction: Eviction | None = None,
+        *,
+        on_demand: bool = False,
+    ) -> None:
+        """Add ``table``, empty, with a capacity of ``rows`` rows; ``on_demand``: see `CacheMemory.make`."""
         if rows < 0:
             raise ConfigError(f"the cache of table {table.id} can't have {rows} rows; 0 is none")
         if rows == 0:
@@ -69,7 +76,7 @@ class CpuCache(CacheReads):
         eviction = eviction or self._eviction
         if eviction not in get_args(Eviction):
             raise ConfigError(f"eviction must be lru, lfu, random or fifo, not {eviction!r}")
-        held = self._memory.make(table, rows, eviction)
+        held = self._memory.make(table, rows, eviction, on_demand=on_demand)
         held.threads = self._threads
         self._unmap(table)
         self._caches[table] = self._tables[table] = held

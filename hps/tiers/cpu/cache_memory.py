@@ -28,9 +28,12 @@ class CacheMemory:
     huge_pages: HugePages = "try"
     numa_node: int | None = None
 
-    def make(self, table: EmbeddingTable, rows: int, eviction: str) -> CacheTable:
+    def make(
+        self, table: EmbeddingTable, rows: int, eviction: str, *, on_demand: bool = False
+    ) -> CacheTable:
         """Make an empty table with a capacity of ``rows`` rows.
 
+        ``on_demand``: shared memory is allocated as rows arrive, too; if there is none, rows are evicted.
         In shared memory, a table that a dead owner left may be taken over instead, with its rows. Raises
         ConfigError."""
         demands_pages = self.huge_pages in ("transparent", "reserved")
@@ -45,9 +48,10 @@ class CacheMemory:
             if self.shared:
                 if held := self.shared.take_over_table(table, rows, eviction):
                     return held
-                self.shared.check_free_space(size, description)
+                if not on_demand:
+                    self.shared.check_free_space(size, description)
                 file = self.shared.create(table, rows, eviction)
-            held = self._new(table, rows, eviction, file)
+            held = self._new(table, rows, eviction, file, on_demand=on_demand)
         except (MemoryError, ValueError) as error:
             folder = f"in {self.shared.folder} " if self.shared else ""
             raise ConfigError(
@@ -62,7 +66,9 @@ class CacheMemory:
             self.shared.publish(table)
         return held
 
-    def _new(self, table: EmbeddingTable, rows: int, eviction: str, file: int) -> CacheTable:
+    def _new(
+        self, table: EmbeddingTable, rows: int, eviction: str, file: int, *, on_demand: bool
+    ) -> CacheTable:
         like = np.empty((0, table.dim), table.dtype)
         if not COMPILED:
             return CacheTable(rows, like, eviction, int(Source.CPU))
@@ -77,5 +83,6 @@ class CacheMemory:
             file=file,
             huge_pages=self.huge_pages,
             numa_node=node,
+            on_demand=on_demand,
         )
         return held

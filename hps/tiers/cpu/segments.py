@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hps.tiers.mapped.overlaid_table import OverlaidTable
 
 SHARED_MEMORY = Path("/dev/shm")
+_BLOCK = 512  # of st_blocks, which counts what is allocated
 Entry = dict[str, Any]
 
 
@@ -218,7 +219,7 @@ class Segments:
             f for ending in ("table", "marks", "uses") for f in self.path.glob(f"*.{ending}")
         ):
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile, with its table
-                size += file.stat().st_size
+                size += file.stat().st_blocks * _BLOCK
         return {"path": str(self.path), "bytes": size, "owner": owner, "readers": self._readers()}
 
     def _readers(self) -> int:

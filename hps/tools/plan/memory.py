@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hps.node.cpu_cache_plan import is_cached, plan_rows
+from hps.node.cpu_cache_plan import changed_rows, is_cached, plan_rows
 from hps.node.mapped_memory import fitting_tables, memory_budget
 from hps.tools.plan.allocation import Allocation
 from hps.tools.plan.model import PlannedModel
@@ -50,7 +50,11 @@ def configured_memory(model: PlannedModel) -> tuple[Allocation, Tables]:
     files = {n: size for n, size in files.items() if is_cached(model.settings, tables[n])}
     fitting = {tables[name] for name in fitting_tables(files, budget)}
     planned = {tables[name]: each.rows for name, each in model.tables.items()}
-    rows = {t.name: n for t, n in plan_rows(model.settings, planned, fitting).items()}
+    rows = {
+        # Memory for changed rows is taken as they arrive.
+        table.name: min(n, changed_rows(planned[table])) if table in fitting else n
+        for table, n in plan_rows(model.settings, planned, fitting).items()
+    }
     # A table without capacity in the cache is read through the stores.
     cached = {name: size for name, size in files.items() if rows[name]}
     return rows, tuple(fitting_tables(cached, budget))

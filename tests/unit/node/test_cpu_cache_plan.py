@@ -19,29 +19,43 @@ def settings(cpu_cache=None, **override):
     )
 
 
+SLOT = slot_bytes(ONE)
+TIGHT = {"capacity_bytes": 120_000 * SLOT}
+
+
 @pytest.mark.parametrize(
     ("override", "cpu_cache", "rows"),
     [
-        ({}, {}, 12_500),
-        ({"cache_share": 0.5}, {}, 50_000),
-        ({"cache_rows": 7}, {}, 7),
-        ({}, {"share": 1.0}, 100_000),
+        ({}, {}, 100_000),
+        ({}, {"capacity_bytes": 140_000 * SLOT}, 70_000),
+        ({"cache_share": 0.5}, TIGHT, 50_000),
+        ({"cache_rows": 7}, TIGHT, 7),
+        ({}, TIGHT | {"share": 1.0}, 100_000),
     ],
 )
-def test_table_in_memory_counts_with_an_eighth_unless_its_capacity_is_set(
+def test_tables_in_memory_get_half_of_the_bytes_unless_their_capacity_is_set(
     override, cpu_cache, rows
 ):
-    plan = plan_rows(settings(cpu_cache, **override), {ONE: 100_000, OTHER: 100_000}, {ONE})
-    assert plan == {ONE: rows, OTHER: 100_000}
+    plan = plan_rows(settings(cpu_cache, **override), {ONE: 100_000, OTHER: 10_000}, {ONE})
+    assert plan == {ONE: rows, OTHER: 10_000}
 
 
 @pytest.mark.parametrize(("rows", "planned"), [(10, 10), (2_000, 1_024), (80_000, 10_000)])
-def test_small_tables_get_no_more_than_their_rows(rows, planned):
-    assert plan_rows(settings(), {ONE: rows}, {ONE}) == {ONE: planned}
+def test_tables_in_memory_get_an_eighth_and_1024_rows_at_least(rows, planned):
+    chosen = settings({"capacity_bytes": planned * SLOT + TABLE_BYTES})
+    assert plan_rows(chosen, {ONE: rows}, {ONE}) == {ONE: planned}
+
+
+def test_a_second_version_gets_as_much_as_the_first_left():
+    chosen = settings({"capacity_bytes": 200_000 * SLOT})
+    first = plan_rows(chosen, {ONE: 100_000}, {ONE})
+    rows = {ONE: 100_000, OTHER: 100_000}
+    second, warning = plan_rows_for_new_model(chosen, rows, [OTHER], first, {ONE, OTHER})
+    assert (first, second, warning) == ({ONE: 100_000}, {OTHER: 50_000}, "")
 
 
 def test_warning_is_about_the_capacity_that_a_start_would_give():
-    """A start would give the model an eighth of its rows, and it gets half of that."""
+    """A start would give the model more than half of its rows, and a sixteenth is left."""
     planned = 100_000 // 8
     room = slot_bytes(OTHER) * planned // 2 + 2 * TABLE_BYTES
     taken = slot_bytes(ONE) * 100_000
@@ -49,7 +63,7 @@ def test_warning_is_about_the_capacity_that_a_start_would_give():
     rows = {ONE: 100_000, OTHER: 100_000}
     plan, warning = plan_rows_for_new_model(chosen, rows, [OTHER], {ONE: 100_000}, {OTHER})
     assert plan == {OTHER: pytest.approx(planned / 2, rel=0.05)}
-    assert re.match("the model gets [45][0-9] % of the CPU cache capacity that a start", warning)
+    assert re.match("the model gets 1[0-9] % of the CPU cache capacity that a start", warning)
 
 
 def test_table_is_kept_out_by_its_rows_only():

@@ -306,7 +306,7 @@ def test_without_rocksdb_updates_are_refused(open_node, models, updates):
 @pytest.mark.parametrize(
     ("cpu_cache", "mapped", "rows"),
     [
-        ({}, {}, ROWS // 8),
+        ({}, {}, ROWS),
         ({}, STORE_ONLY, ROWS),
         ({"share": 0.5}, {}, ROWS // 2),
     ],

@@ -278,11 +278,103 @@ def test_table_of_another_capacity_is_not_taken_over(tmp_path):
     cache.close()
 
 
+GROWING_ROWS = 400_000
+STEP_ROWS = (2 << 20) // (TABLE.dim * 4)
+
+
+def growing(folder, **options):
+    cache = CpuCache({}, memory=CacheMemory(Segments("c", folder, **options)))
+    cache.add_table(TABLE, GROWING_ROWS, on_demand=True)
+    return cache
+
+
+def test_memory_on_demand_grows_with_the_rows(tmp_path):
+    cache, reader = growing(tmp_path), attached(tmp_path)
+    (file,) = tmp_path.glob("hps.c/*.table")
+    whole, sizes = file.stat().st_size, []
+    for keys in np.split(np.arange(GROWING_ROWS), 10):
+        stats = cache.stats(TABLE)
+        assert 0 <= file.stat().st_blocks * 512 - stats.bytes < 4 << 20  # disks round up
+        sizes.append(stats.bytes)
+        insert(cache, keys)
+    assert sizes[0] < 0.6 * whole  # of rows of 16 bytes: only the buckets
+    assert len(set(sizes)) > 3
+    assert cache.stats(TABLE).bytes == whole
+    for reading in (cache, reader):
+        assert held(reading, np.arange(GROWING_ROWS)) == list(range(GROWING_ROWS))
+    reader.close()
+    cache.close()
+
+
+def test_table_that_was_taken_over_grows_on(tmp_path):
+    dead = growing(tmp_path)
+    insert(dead, [1])
+    abandon(dead)
+    cache = growing(tmp_path, take_over=True)
+    keys = np.arange(2, 2 * STEP_ROWS)
+    insert(cache, keys)
+    assert held(cache, [1, *keys]) == [1, *keys]
+    dead.close()
+    cache.close()
+
+
+FULL_MEMORY = """
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, sys.argv[2])
+from tests.unit.tiers.test_shared_cache import STEP_ROWS, TABLE, growing, held, insert
+
+folder = Path(sys.argv[1])
+cache = growing(folder)
+insert(cache, [1])
+with open(folder / "rest", "wb", buffering=0) as rest, suppress(OSError):
+    while True:
+        rest.write(bytes(4096))
+keys = np.arange(2, 2 * STEP_ROWS)
+insert(cache, keys)
+assert cache.size(TABLE) == STEP_ROWS, cache.size(TABLE)
+assert len(held(cache, keys)) >= STEP_ROWS - 1
+cache.delete(TABLE, np.arange(10**6, 10**6 + 100), np.full(100, 2, np.uint64))
+assert cache.stats(TABLE).tombstones > 0
+cache.close()
+"""
+
+
+@functools.cache
+def needs_mounts():
+    done = subprocess.run([*MOUNTING, "mount -t tmpfs none /mnt"], capture_output=True, check=False)
+    return pytest.mark.skipif(done.returncode != 0, reason="mounting is not allowed here")
+
+
+MOUNTING = ["unshare", "--mount", "sh", "-c"]
+
+
+@needs_mounts()
+def test_rows_are_evicted_if_there_is_no_memory_to_grow(tmp_path):
+    mount = 'mount -t tmpfs -o size=24m none "$1" && shift && exec "$@"'
+    run = [sys.executable, "-c", FULL_MEMORY, str(tmp_path), str(SCRIPT.parents[2])]
+    done = subprocess.run(
+        [*MOUNTING, mount, "sh", str(tmp_path), *run], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_memory_on_demand_needs_no_space_for_all_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        cpu_segments.os, "statvfs", lambda _: type("Disk", (), {"f_bavail": 4, "f_frsize": 4096})
+    )
+    growing(tmp_path).close()
+
+
 def test_status_reports_size_owner_and_readers(tmp_path):
     cache, reader = owned(tmp_path), attached(tmp_path)
     facts = cache.status()["shared_memory"]
     assert facts["path"] == str(tmp_path / "hps.c")
-    assert facts["bytes"] == cache.stats(TABLE).bytes
+    assert 0 <= facts["bytes"] - cache.stats(TABLE).bytes < 4096  # of whole pages
     assert (facts["owner"], facts["readers"]) == (os.getpid(), 1)
     (tmp_path / "hps.c" / "readers" / "dead").touch()
     assert cache.status()["shared_memory"]["readers"] == 1

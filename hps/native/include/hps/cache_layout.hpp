@@ -3,6 +3,9 @@
 //
 //   Header | buckets, a cache line each | versions | rows
 //
+// In a file, memory of versions and rows may be allocated as rows arrive; row numbers are first
+// used in order, so it is that of the first ones.
+//
 // A row is row_bytes bytes without meaning here. Only pooling interprets them (Element in
 // cache_pool.cpp), and Python, where an array's dtype and dim define them. Rows of int8 with a
 // scale each would be rows of dim + 4 bytes here and one more Element there.
@@ -115,6 +118,7 @@ struct Header {
   std::uint64_t swept;             // the bucket at which the next sweep of scores begins
   std::uint32_t fresh_row;         // this row and those after it were never used
   std::uint32_t free_row;          // head of the list of released rows, linked by their versions
+  std::uint64_t backed_rows;       // rows before this one have memory
 
   // The writer's change in progress, for the repair after its death. pending_row: the row number
   // that has left its slot or is about to enter one, + 1, and from bit 40 on what it was (RowKind);

@@ -51,7 +51,7 @@ class CacheTable final : public RowReader {
   // Returns false if there was none. A row that was being replaced is dropped.
   bool repair();
 
-  // The bytes of a table, including header and free slots.
+  // The bytes of a full table, including header and free slots.
   static std::uint64_t bytes_for(std::uint64_t capacity, std::size_t row_bytes);
 
   // Reads: see ReadKernels.
@@ -83,6 +83,8 @@ class CacheTable final : public RowReader {
   std::vector<HotKey> top_k(std::size_t n) const;
   CacheCounts counts() const;
   const Header& header() const { return *view_.header; }
+  // Bytes that are allocated, or will be as the table's memory is touched.
+  std::uint64_t bytes() const;
 
  private:
   void map_view();
@@ -100,6 +102,7 @@ class CacheTable final : public RowReader {
   bool find_free_slot(std::uint64_t home, Slot& at, unsigned& step) const;
   std::uint32_t clear_slot(Slot at);
   bool has_free_row() const;
+  bool back_more_rows();
   std::uint32_t allocate_row(RowKind& before);
   void release_row(std::uint32_t row);
   static RowKind kind_at(std::uint64_t word, unsigned slot);
@@ -118,6 +121,7 @@ class CacheTable final : public RowReader {
   CacheView view_;
   const ReadKernels& read_;
   std::mutex writer_;
+  bool is_out_of_memory_ = false;  // no more rows can be backed
 };
 
 }  // namespace hps
