@@ -3,10 +3,10 @@
 Two versions of a model of 2 GB (26 features over four tables, a network), whose rows carry their version; see
 `benchmarks/switch_scene.py`. Lookups of 26 keys and predictions of 16 samples (3 : 1) arrive as a Poisson
 process at 70 % of the server's capacity, which closed loops measure before each round: a shared machine is a
-third slower for minutes. Halves of rounds without and with switches alternate: in the latter the other
-version is loaded and served in place of the current one, which is then freed (``models.rollback_s: 0``),
-again and again. Latencies count from the instant a request was due; a ratio is that of the two halves of one
-round. X
+third slower for minutes. Answers of times in which other machines took the processors are not judged.
+Halves of rounds without and with switches alternate: in the latter the other version is loaded and served in
+place of the current one, which is then freed (``models.rollback_s: 0``), again and again. Latencies count
+from the instant a request was due; a ratio is that of the two halves of one round.
 
 * p99: the median over the rounds of switches / none; p99.9: of all rounds' answers together.
 * mixed: answers with rows of two versions, or with rows and network of two.
@@ -191,11 +191,16 @@ def _judged(
     report: Report, lines: list[dict[str, Any]], title: str, measured: Measured
 ) -> Measured | None:
     """Return the rounds that were not disturbed, None if there are none, and add a row for them."""
-    judged, number = measured.without_disturbed(), sum(measured.disturbed)
-    failed = measured.failed - judged.failed
+    judged = measured.without_disturbed()
+    quiet, busy = (
+        float(np.mean([half.disturbed for half in halves]))
+        for halves in (measured.quiet, measured.busy)
+    )
     report.notes.append(
-        f"{title}: {number} of {len(measured.quiet)} rounds were disturbed by other machines; {failed} "
-        "requests failed in these"
+        f"{title}: other machines disturbed {quiet:.0%} of the time without, and {busy:.0%} of that with "
+        f"changes: answers of these times, and {len(measured.quiet) - len(judged.quiet)} of "
+        f"{len(measured.quiet)} rounds, are not judged; {measured.failed - judged.failed} requests failed "
+        f"in these. All answers: p99 {measured.ratio(99):.2f}, p99.9 {measured.pooled(99.9):.2f}"
     )
     if measured.error:
         report.notes.append(f"{title}: {measured.error[:500]}")
@@ -266,6 +271,7 @@ BENCHMARK = Benchmark(
     helpers=(
         *HELPERS,
         *("benchmarks/switch_rounds.py", "benchmarks/switch_scene.py", "benchmarks/switch_triton"),
+        "benchmarks/stolen_time.py",
         *("benchmarks/open_load", "benchmarks/native_load"),
     ),
     arguments={

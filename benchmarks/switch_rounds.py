@@ -6,31 +6,31 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.open_load import open_load
+from benchmarks.stolen_time import StolenTime, disturbed, inside, share_of
 from benchmarks.switch_scene import Side, kinds
 
 SHARE, CALLERS, ROUND_S, SETTLE_S = 0.7, 8, 5.0, 0.3
 CAPACITY_RUNS, CAPACITY_S, CAPACITY_PAUSE_S = 3, 1.0, 0.5
-STOLEN = 0.02
-"""Share of the processors' time that other machines of a shared host take in a disturbed round."""
+MOST_DISTURBED = 0.5
+"""Of a half's time: a round with more in one of its halves is not judged."""
 
 
 @dataclass
 class Half:
     """Half of a round, from ``begin`` to ``end`` (`time.monotonic_ns`), and its loads.
 
-    ``stolen``: share of the processors' time that other machines of the host took."""
+    ``disturbed``: the share of its time in which other machines of the host took the processors."""
 
     begin: int
     end: int = 0
     changes: list[tuple[int, int, int]] = field(default_factory=list)  # begin, end, version
-    stolen: float = 0.0
+    disturbed: float = 0.0
 
 
 @dataclass
@@ -42,32 +42,28 @@ class Measured:
     records: NDArray[Any] = field(default_factory=lambda: np.empty(0))
     resources: list[dict[str, float]] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
+    disturbed: list[tuple[int, int]] = field(default_factory=list)  # begin, end
     error: str = ""
 
     def latencies(self, halves: list[Half]) -> NDArray[np.float64]:
         """Latencies in ms of requests that were due in ``halves``."""
-        due, found = self.records["due"], np.zeros(len(self.records), bool)
-        for half in halves:
-            found |= (due >= half.begin) & (due < half.end)
+        due = self.records["due"]
+        found = inside([(half.begin, half.end) for half in halves], due)
         late: NDArray[np.float64] = (self.records["end"] - due)[found] / 1e6
         return late
 
-    @property
-    def disturbed(self) -> list[bool]:
-        """Whether other machines took much of the processors' time, by round."""
-        return [
-            max(quiet.stolen, busy.stolen) > STOLEN
-            for quiet, busy in zip(self.quiet, self.busy, strict=True)
-        ]
-
     def without_disturbed(self) -> Measured:
-        """The rounds that were not disturbed, and the answers that were due in them."""
-        kept = [i for i, each in enumerate(self.disturbed) if not each]
+        """The rounds with two halves that were mostly calm, and the answers due in their calm times."""
+        kept = [
+            i
+            for i, halves in enumerate(zip(self.quiet, self.busy, strict=True))
+            if max(half.disturbed for half in halves) <= MOST_DISTURBED
+        ]
         found = Measured(*([each[i] for i in kept] for each in (self.quiet, self.busy)))
-        due, inside = self.records["due"], np.zeros(len(self.records), bool)
-        for half in (*found.quiet, *found.busy):
-            inside |= (due >= half.begin) & (due < half.end)
-        found.records, found.error = self.records[inside], self.error
+        times = [(half.begin, half.end) for half in (*found.quiet, *found.busy)]
+        due = self.records["due"]
+        found.records = self.records[inside(times, due) & ~inside(self.disturbed, due)]
+        found.error = self.error
         found.resources = [self.resources[i] for i in kept]
         found.rates = [self.rates[i] for i in kept]
         return found
@@ -164,23 +160,36 @@ def measure(
     workers: int = 0,
 ) -> Measured:
     """Alternate ``rounds`` halves without and with ``change``, which records what it changes."""
+    with StolenTime() as others:
+        return _measure(side, rows, load, rounds, change, round_s, workers, others)
+
+
+def _measure(
+    side: Side,
+    rows: int,
+    load: list[str],
+    rounds: int,
+    change: Callable[[Half], None],
+    round_s: float,
+    workers: int,
+    others: StolenTime,
+) -> Measured:
     measured, records = Measured(), []
     made = kinds(rows, ours=side.name == "hps")
     for number in range(rounds):
         rate = SHARE * capacity(side, rows, load, workers)
         with open_load(side.address, made, rate, prefix=load, idle_s=side.idle_s) as running:
             time.sleep(1)
-            before = processor_times()
             quiet = Half(time.monotonic_ns())
             time.sleep(round_s)
             quiet.end = time.monotonic_ns()
-            between = processor_times()
             busy = Half(quiet.end)
             change(busy)
             time.sleep(SETTLE_S)  # the replaced version is freed
             busy.end = time.monotonic_ns()
-            quiet.stolen = stolen(before, between)
-            busy.stolen = stolen(between, processor_times())
+        measured.disturbed = disturbed(others.windows)
+        for half in (quiet, busy):
+            half.disturbed = share_of(measured.disturbed, half.begin, half.end)
         measured.quiet.append(quiet)
         measured.busy.append(busy)
         measured.rates.append(rate)
@@ -188,17 +197,7 @@ def measure(
         measured.error = measured.error or running.error
         measured.resources.append(side.resources())
         done = f"{side.name}: round {number + 1} of {rounds}, {rate:,.0f} requests/s"
-        taken = max(quiet.stolen, busy.stolen)
-        print(done + (f", disturbed: {taken:.0%}" if taken > STOLEN else ""), file=sys.stderr)
+        taken = f", disturbed: {quiet.disturbed:.0%} without, {busy.disturbed:.0%} with changes"
+        print(done + (taken if quiet.disturbed + busy.disturbed else ""), file=sys.stderr)
     measured.records = np.concatenate(records)
     return measured
-
-
-def processor_times() -> list[int]:
-    """The first line of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal, …"""
-    return [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-
-
-def stolen(before: list[int], after: list[int]) -> float:
-    spent = [late - early for early, late in zip(before, after, strict=True)]
-    return spent[7] / max(1, sum(spent))
