@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from benchmarks.gpu_server import BATCHES, BENCHMARK, judge
+from benchmarks.gpu_server import BATCHES, BENCHMARK, judge, measure_protocols
+from benchmarks.gpu_server_cells import Bench, Extent, Target
 from benchmarks.gpu_server_misses import missed_and_samples
 from benchmarks.gpu_server_scene import (
     PROTOCOLS,
@@ -80,6 +81,25 @@ def test_rates_count_only_within_the_latency():
     assert values["tail_64_grpc"] == 2
     assert values["machine_64"] == 16
     assert values["cells"] == 2
+
+
+def test_protocols_are_compared_in_turn(monkeypatch):
+    """A machine that becomes slower and slower, and gRPC that takes a quarter longer."""
+    asked = []
+
+    def load(address, template, callers):
+        asked.append((address, callers.count))
+        slower = 1.1 ** (len(asked) // 2)
+        return cell(1, slower * (1.25 if address == "grpc-address" else 1.0))
+
+    monkeypatch.setattr("benchmarks.gpu_server_cells.run_load", load)
+    bench = Bench(None, Extent(2.0, (1, 64), (1, 8)), Cores.of(range(16)), 8)
+    target = Target("GPU", {p: f"{p}-address" for p in PROTOCOLS})
+    assert measure_protocols(bench, target, SCENE) == {
+        1: pytest.approx(1.25, rel=0.11),
+        64: pytest.approx(1.25, rel=0.11),
+    }
+    assert asked[:4] == [("rest-address", 1), ("grpc-address", 1)] * 2
 
 
 def test_every_value_has_a_bar():
