@@ -37,7 +37,8 @@ class MappedSettings(StrictModel):
     """Bytes of files that lookups read directly, instead of the CPU cache, once these are in memory; null:
     half of the memory limit."""
     verify_bytes_per_s: int = Field(256 << 20, ge=0)
-    """Rate at which the files are verified after the start, in the background; 0: not at all."""
+    """Highest rate at which the files are verified after the start, in the background, in a fiftieth of a
+    processor's time; 0: not at all."""
 
 
 class RocksDbSettings(StrictModel):

@@ -169,6 +169,8 @@ def damaged_blocks(header: MappedHeader, first: int = 0, n: int | None = None) -
 
     Reads them from the file; without ``n``, all to the end. Raises ModelError if the file was replaced or
     truncated, or its checksums are damaged. Thread-safe."""
+    from hps.native import crc32  # chosen there between the twins
+
     file = _open(header.path)
     try:
         if read_header(header.path, file).fields.tobytes() != header.fields.tobytes():
@@ -180,13 +182,17 @@ def damaged_blocks(header: MappedHeader, first: int = 0, n: int | None = None) -
         expected = np.frombuffer(sums, "<u4")
         last = header.blocks if n is None else min(header.blocks, first + n)
         damaged = []
+        memory = np.empty(
+            BLOCK_BYTES, np.uint8
+        )  # new memory for each would cost as much as its sum
         for block in range(first, last):
             begin = HEADER_BYTES + block * BLOCK_BYTES
+            data = memory[: min(BLOCK_BYTES, end - begin)]
             try:
-                data = os.pread(file, min(BLOCK_BYTES, end - begin), begin)
+                size = os.preadv(file, [data.data], begin)
             except OSError:  # the disk cannot read it
-                data = b""
-            if _crc32(data) != expected[block]:
+                size = 0
+            if size < len(data) or crc32(data) != expected[block]:
                 damaged.append(block)
         return damaged
     finally:

@@ -10,17 +10,20 @@ from contextlib import suppress
 
 from hps.errors import TierError
 from hps.native.mapped_format import BLOCK_BYTES
+from hps.threads import paced, rest
 from hps.tiers.mapped.file_tier import MappedFileTier
 from hps.tiers.mapped.tier import MappedTier
 from hps.types import EmbeddingTable
 
 log = logging.getLogger(__name__)
 _BLOCKS = 8
+_SHARE = 0.02
 
 
 class MappedChecks:
     """Verifies the mapped file of each of ``tables`` once, on a thread, at most ``bytes_per_s``.
 
+    The thread works a fiftieth of the time, as requests need the processors and the interpreter lock.
     A file that is served again later is not verified again, unless it was replaced. ``tables`` is read
     again ``every_s`` seconds: more may be served later. Close it before the tier."""
 
@@ -50,7 +53,8 @@ class MappedChecks:
                 stamp = self._stamp(table)
                 if self._done.get(name) != stamp and not self._closed.is_set():
                     self._done[name] = stamp
-                    self._verify(table)
+                    with paced(_SHARE):
+                        self._verify(table)
 
     def _stamp(self, table: EmbeddingTable) -> Hashable:
         """What changes when a table's file is replaced; None if it has no file now."""
@@ -68,6 +72,7 @@ class MappedChecks:
             began, damaged = time.monotonic(), 0
             for first in range(0, blocks, _BLOCKS):
                 damaged += self._tier.check_blocks(table, first, _BLOCKS)
+                rest()
                 allowed = began + (first + _BLOCKS) * BLOCK_BYTES / self._bytes_per_s
                 if self._closed.wait(max(0.0, allowed - time.monotonic())):
                     return

@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from hps.config.server_settings import GrpcListener, ServerSettings
 from hps.errors import Unavailable
 from hps.observability import metric_names as m
+from services.frontend.acceptor import Acceptor
 from services.frontend.auth import Authorizer
 from services.frontend.connection_limit import ConnectionLimit, most_connections
 from services.frontend.grpc.call_identity import check
@@ -37,7 +38,7 @@ from services.frontend.grpc.method_handlers import (
     UnaryHandler,
     parsed_stream,
 )
-from services.frontend.listening import BACKLOG, host_of, listen, listen_unix
+from services.frontend.listening import host_of, listen, listen_unix
 from services.frontend.state import FrontendState
 
 # Threads for short calls, and for reflection, whose calls keep a thread.
@@ -162,9 +163,8 @@ class GrpcPort:
 
     async def serve(self) -> None:
         """Serve until ``stop``, then finish the accepted calls."""
-        loop = asyncio.get_running_loop()
         self.context.start()
-        servers = [await self._accept(loop, sock) for sock in self._sockets]
+        acceptors = [self._accept(sock) for sock in self._sockets]
         sweeper = asyncio.create_task(self._sweep())
         self.started = True
         try:
@@ -172,8 +172,8 @@ class GrpcPort:
             self._health.stop()
             await self._refuse()
             self._health.end()
-            for server in servers:
-                server.close()
+            for acceptor in acceptors:
+                acceptor.close()
             await self._drain()
         finally:
             sweeper.cancel()
@@ -181,20 +181,11 @@ class GrpcPort:
             for pool in self._pools:
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _accept(
-        self, loop: asyncio.AbstractEventLoop, sock: socket.socket
-    ) -> asyncio.AbstractServer:
+    def _accept(self, sock: socket.socket) -> Acceptor:
         connection = partial(GrpcConnection, self.context)
-        if sock.family == socket.AF_UNIX:
-            return await loop.create_unix_server(connection, sock=sock, backlog=BACKLOG)
-        timeout_s = None if self._tls is None else self.context.settings.handshake_s
-        return await loop.create_server(
-            connection,
-            sock=sock,
-            backlog=BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=timeout_s,
-        )
+        if sock.family == socket.AF_UNIX or self._tls is None:
+            return Acceptor(sock, connection)
+        return Acceptor(sock, connection, self._tls, self.context.settings.handshake_s)
 
     async def _sweep(self) -> None:
         """End idle, old and stalled connections periodically, without a timer for each."""

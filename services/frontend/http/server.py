@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import uvicorn
 
+from services.frontend.acceptor import Acceptor
 from services.frontend.connection_limit import ConnectionLimit, most_connections
 from services.frontend.http.application import PortApplication
 from services.frontend.http.connection_bounds import LINGER_S
@@ -61,6 +62,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: PortApplication, sock: socket.socket, options: HttpPortOptions) -> None:
         super().__init__(port_config(app, options))
         self._socket, self._tls = sock, options.tls
+        self._acceptor: Acceptor | None = None
         self.url = url_of(sock, secured=options.tls is not None)
 
     @contextlib.contextmanager
@@ -82,9 +84,14 @@ class HttpServer(uvicorn.Server):
         self.config.ssl = self._tls
         sweeper = asyncio.create_task(self._sweep())
         try:
-            await super().serve(sockets=[self._socket])
+            await super().serve(sockets=[])
         finally:
             sweeper.cancel()
+
+    async def startup(self, sockets: Any = None) -> None:
+        """See uvicorn's ``Server``."""
+        await super().startup(sockets)
+        self._acceptor = Acceptor(self._socket, self.protocol, self._tls)
 
     def end_keep_alive(self) -> None:
         """Make the next answer on each connection its last."""
@@ -100,6 +107,8 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: Any = None) -> None:
         """See uvicorn's ``Server``; TLS clients that do not complete the TLS shutdown do not hold it up."""
+        if self._acceptor is not None:
+            self._acceptor.close()
         asyncio.get_running_loop().call_later(2 * LINGER_S, self._abort_closing)
         await super().shutdown(sockets)
 

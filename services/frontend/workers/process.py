@@ -147,7 +147,7 @@ class WorkerProcess(ServerProcess[OpenModels]):
     def _accept_for(self, numbers: Collection[int]) -> None:
         """Also accept connections for exactly these other workers. Thread-safe."""
         if self._http is not None and self._loop is not None:
-            asyncio.run_coroutine_threadsafe(self._http.accept_for(numbers), self._loop)
+            self._loop.call_soon_threadsafe(self._http.accept_for, numbers)
 
     def _set_not_ready(self, reason: str) -> None:
         """Set the reason for not being ready; empty: ready."""

@@ -7,9 +7,9 @@ import socket
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from services.frontend.acceptor import Acceptor
 from services.frontend.http.application import PortApplication
 from services.frontend.http.server import HttpPortOptions, HttpServer
-from services.frontend.listening import BACKLOG
 
 
 class WorkerServer(HttpServer):
@@ -31,23 +31,16 @@ class WorkerServer(HttpServer):
         super().__init__(app, listeners[number - 1], options)
         self._others = {n: each for n, each in enumerate(listeners, 1) if n != number}
         self._heartbeat = heartbeat
-        self._accepting_for: dict[int, asyncio.Server] = {}
-        self._accept_lock = asyncio.Lock()
+        self._accepting_for: dict[int, Acceptor] = {}
 
-    async def accept_for(self, numbers: Collection[int]) -> None:
+    def accept_for(self, numbers: Collection[int]) -> None:
         """Also accept connections for exactly these other workers. Call it on the event loop."""
-        async with self._accept_lock:
-            for number in self._accepting_for.keys() - numbers:
-                self._accepting_for.pop(number).close()
-            for number in self._others.keys() & set(numbers) - self._accepting_for.keys():
-                if not self.should_exit:
-                    self._accepting_for[number] = await self._accept(self._others[number])
-
-    async def _accept(self, listener: socket.socket) -> asyncio.Server:
-        loop = asyncio.get_running_loop()
-        return await loop.create_server(
-            self.protocol, sock=listener.dup(), ssl=self._tls, backlog=BACKLOG
-        )
+        for number in self._accepting_for.keys() - numbers:
+            self._accepting_for.pop(number).close()
+        for number in self._others.keys() & set(numbers) - self._accepting_for.keys():
+            if not self.should_exit:
+                sock = self._others[number].dup()
+                self._accepting_for[number] = Acceptor(sock, self.protocol, self._tls)
 
     async def startup(self, sockets: Any = None) -> None:
         """See uvicorn's ``Server``."""
@@ -60,7 +53,7 @@ class WorkerServer(HttpServer):
 
     async def shutdown(self, sockets: Any = None) -> None:
         """See uvicorn's ``Server``; it stops accepting first."""
-        await self.accept_for(())
+        self.accept_for(())
         for listener in self._others.values():
             listener.close()
         await super().shutdown(sockets)

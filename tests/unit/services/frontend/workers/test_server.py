@@ -31,7 +31,10 @@ class Worker:
         until(lambda: self.server.started)
 
     def accept_for(self, *numbers):
-        asyncio.run_coroutine_threadsafe(self.server.accept_for(numbers), self._loop).result(60)
+        async def accept():
+            self.server.accept_for(numbers)
+
+        asyncio.run_coroutine_threadsafe(accept(), self._loop).result(60)
 
     def end(self):
         self.running.stop(force=True)
