@@ -27,8 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
+from statistics import median
 
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.gpu_server_cells import BATCHES, Bench, Cells, Extent, Measured, Target
@@ -54,7 +53,7 @@ RAY = 1_573
 """Requests/s of Ray Serve 2.55 with its optimizations on one L4 (anyscale.com/blog,
 "ray-serve-inference-lower-latency-higher-throughput-haproxy")."""
 MOST_P99_MS = 5.0
-PAIRS, PAIR_S = 7, 0.4
+PAIRS, PAIR_S = 9, 0.4
 
 
 def _bars() -> Iterator[Bar]:
@@ -101,23 +100,24 @@ def measure_predictions(bench: Bench, target: Target, scene: Scene) -> Cells:
     return cells
 
 
-def measure_protocols(bench: Bench, target: Target, scene: Scene) -> dict[int, float]:
-    """Batch -> p50 of one caller, gRPC / REST: the median of pairs of short runs, each on a new connection.
+def measure_one_caller(bench: Bench, target: Target, scene: Scene) -> dict[str, float]:
+    """Bars of one caller: medians of short runs of REST and gRPC in turn, each on a new connection.
 
-    Runs of a shared machine that are half a minute apart differ by more than the protocols."""
+    On a shared machine, runs half a minute apart differ by more than the protocols, and a pause of some
+    milliseconds is all of a run's tail."""
     short = replace(bench, extent=replace(bench.extent, seconds=PAIR_S))
-    ratios = {}
+    values = {}
     for batch in bench.extent.batches:
         templates = {protocol: scene.template(protocol, batch) for protocol in PROTOCOLS}
-        pairs = []
-        for _ in range(PAIRS):
-            rest, grpc = (
-                short.load(target.addresses[protocol], templates[protocol], 1).p50_ms
-                for protocol in PROTOCOLS
-            )
-            pairs.append(grpc / (rest or 1.0))
-        ratios[batch] = float(np.median(pairs))
-    return ratios
+        pairs = [
+            [short.load(target.addresses[p], templates[p], 1) for p in PROTOCOLS]
+            for _ in range(PAIRS)
+        ]
+        values[f"p50_{batch}"] = median(rest.p50_ms for rest, _ in pairs)
+        values[f"grpc_{batch}"] = median(grpc.p50_ms / (rest.p50_ms or 1) for rest, grpc in pairs)
+        for protocol, runs in zip(PROTOCOLS, zip(*pairs, strict=True), strict=True):
+            values[f"tail_{batch}_{protocol}"] = median(r.p99_ms / (r.p50_ms or 1) for r in runs)
+    return values
 
 
 def measure_lookups(bench: Bench, target: Target, scene: Scene) -> None:
@@ -200,9 +200,6 @@ def judge(values: dict[str, float], gpu: Cells, cpu: Cells) -> None:
             kept = [c for (p, b, _), c in gpu.items() if (p, b) == (protocol, batch)]
             fast = [c.per_second for c in kept if c.p99_ms <= MOST_P99_MS and not c.errors]
             values[f"predict_{batch}_{protocol}"] = max(fast, default=0.0)
-            one = gpu[protocol, batch, 1]
-            values[f"tail_{batch}_{protocol}"] = one.p99_ms / (one.p50_ms or 1.0)
-        values[f"p50_{batch}"] = gpu["rest", batch, 1].p50_ms
         if batch >= 64 and cpu:
             best = [
                 max(c.per_second for (_, b, _), c in cells.items() if b == batch)
@@ -237,8 +234,7 @@ def run(options: Options) -> Report:
         if has_gpu and "gpu" in parts:
             with _server(bench, scene, gpu=True) as target:
                 gpu = measure_predictions(bench, target, scene)
-                for batch, ratio in measure_protocols(bench, target, scene).items():
-                    report.values[f"grpc_{batch}"] = ratio
+                report.values |= measure_one_caller(bench, target, scene)
                 if "lookups" in parts:
                     measure_lookups(bench, target, scene)
         if has_gpu and "misses" in parts:

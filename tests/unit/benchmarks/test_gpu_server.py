@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from benchmarks.gpu_server import BATCHES, BENCHMARK, judge, measure_protocols
+from benchmarks.gpu_server import BATCHES, BENCHMARK, judge, measure_one_caller
 from benchmarks.gpu_server_cells import Bench, Extent, Target
 from benchmarks.gpu_server_misses import missed_and_samples
 from benchmarks.gpu_server_scene import (
@@ -78,27 +78,27 @@ def test_rates_count_only_within_the_latency():
     values = {}
     judge(values, gpu, cpu)
     assert values["predict_64_rest"] == 2000
-    assert values["tail_64_grpc"] == 2
     assert values["machine_64"] == 16
     assert values["cells"] == 2
 
 
 def test_protocols_are_compared_in_turn(monkeypatch):
-    """A machine that becomes slower and slower, and gRPC that takes a quarter longer."""
+    """A machine that becomes slower and slower, with a pause; gRPC takes a quarter longer."""
     asked = []
 
     def load(address, template, callers):
         asked.append((address, callers.count))
-        slower = 1.1 ** (len(asked) // 2)
-        return cell(1, slower * (1.25 if address == "grpc-address" else 1.0))
+        p50 = 1.1 ** (len(asked) // 2) * (1.25 if address == "grpc-address" else 1.0)
+        return cell(1, p50, p99=(9 if len(asked) == 5 else 1.5) * p50)
 
     monkeypatch.setattr("benchmarks.gpu_server_cells.run_load", load)
     bench = Bench(None, Extent(2.0, (1, 64), (1, 8)), Cores.of(range(16)), 8)
     target = Target("GPU", {p: f"{p}-address" for p in PROTOCOLS})
-    assert measure_protocols(bench, target, SCENE) == {
-        1: pytest.approx(1.25, rel=0.11),
-        64: pytest.approx(1.25, rel=0.11),
-    }
+    values = measure_one_caller(bench, target, SCENE)
+    for batch in (1, 64):
+        assert values[f"grpc_{batch}"] == pytest.approx(1.25, rel=0.11)
+        assert values[f"tail_{batch}_rest"] == values[f"tail_{batch}_grpc"] == pytest.approx(1.5)
+    assert {*values} < {bar.name for bar in BENCHMARK.bars}
     assert asked[:4] == [("rest-address", 1), ("grpc-address", 1)] * 2
 
 
