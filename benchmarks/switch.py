@@ -136,6 +136,7 @@ def run(options: Options) -> Report:
         began = time.monotonic()
         write_versions(folder / "models", MODEL, rows, (1, 2))
         write_versions(folder / "models", OTHER, rows_of(other), (1,))
+        os.sync()  # else the disk is busy for a minute
         report.figures["write_s"] = time.monotonic() - began
         read_mapped(folder / "models", MODEL)
         with hps_side(folder, gpu=gpu, workers=extra.get("workers") or 0) as side:
