@@ -2,8 +2,9 @@
 
 Two versions of a model of 2 GB (26 features over four tables, a network), whose rows carry their version; see
 `benchmarks/switch_scene.py`. Lookups of 26 keys and predictions of 16 samples (3 : 1) arrive as a Poisson
-process at 70 % of the server's capacity, which closed loops measure before each round: a shared machine is a
-third slower for minutes. Answers of times in which other machines took the processors are not judged.
+process at 70 % of the server's capacity, which closed loops measure between the rounds: a shared machine is a
+third slower for minutes. Rounds after which it is slower than before, and answers of times in which other
+machines took the processors, are not judged.
 Halves of rounds without and with switches alternate: in the latter the other version is loaded and served in
 place of the current one, which is then freed (``models.rollback_s: 0``), again and again. Latencies count
 from the instant a request was due; a ratio is that of the two halves of one round.
@@ -48,7 +49,7 @@ from benchmarks.switch_scene import (
 from hps.cuda.loader import has_gpu
 
 GIGABYTES, OTHER_GIGABYTES, QUICK_GIGABYTES = 2.0, 5.0, 0.05
-SWITCHES, QUICK_SWITCHES, SWITCHES_A_ROUND = 500, 8, 10
+SWITCHES, QUICK_SWITCHES, SWITCHES_A_ROUND = 500, 8, 5
 OTHER_LOADS, TRITON_LOADS, LOADS_A_ROUND = 20, 12, 4
 PAUSE_S = 0.5
 
@@ -172,7 +173,7 @@ def _switches(
         "memory": memory[1] / memory[0],
         "descriptors": descriptors[1] - descriptors[0],
     }
-    report.figures["rates"] = measured.rates
+    report.figures["capacities"] = measured.capacities
     report.figures["resources"] = measured.resources
     report.figures["p99 by round"] = [
         [float(np.percentile(measured.latencies([half]), 99)) for half in halves]
@@ -197,11 +198,13 @@ def _judged(
         float(np.mean([half.disturbed for half in halves]))
         for halves in (measured.quiet, measured.busy)
     )
+    left_out = len(measured.quiet) - len(judged.quiet)
     report.notes.append(
         f"{title}: other machines disturbed {quiet:.0%} of the time without, and {busy:.0%} of that with "
-        f"changes: answers of these times, and {len(measured.quiet) - len(judged.quiet)} of "
-        f"{len(measured.quiet)} rounds, are not judged; {measured.failed - judged.failed} requests failed "
-        f"in these. All answers: p99 {measured.ratio(99):.2f}, p99.9 {measured.pooled(99.9):.2f}"
+        f"changes, and this one was slower after {sum(measured.slowed)} of {len(measured.quiet)} rounds. "
+        f"Answers of these times, and {left_out} rounds, are not judged; {measured.failed - judged.failed} "
+        f"requests failed in these. All answers: p99 {measured.ratio(99):.2f}, p99.9 "
+        f"{measured.pooled(99.9):.2f}"
     )
     if measured.error:
         report.notes.append(f"{title}: {measured.error[:500]}")
@@ -245,7 +248,7 @@ def _triton(
         rounds = 1 if options.quick else TRITON_LOADS // each
         round_s = 1.0 if options.quick else ROUND_S
         measured = measure(side, rows, load, rounds, Switches(side, each), round_s)
-    report.figures["Triton's rates"] = measured.rates
+    report.figures["Triton's capacities"] = measured.capacities
     judged = _judged(report, lines, "Triton, reloads", measured)
     if judged is None:
         return

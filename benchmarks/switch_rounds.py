@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +16,12 @@ from benchmarks.open_load import open_load
 from benchmarks.stolen_time import StolenTime, disturbed, inside, share_of
 from benchmarks.switch_scene import Side, kinds
 
-SHARE, CALLERS, ROUND_S, SETTLE_S = 0.7, 8, 5.0, 0.3
+SHARE, CALLERS, ROUND_S, SETTLE_S = 0.7, 8, 10.0, 0.3
 CAPACITY_RUNS, CAPACITY_S, CAPACITY_PAUSE_S = 3, 1.0, 0.5
 MOST_DISTURBED = 0.5
 """Of a half's time: a round with more in one of its halves is not judged."""
+STEADY = 0.9
+"""Of the capacity before a round, the least after it: else the load was too high for a slower machine."""
 
 
 @dataclass
@@ -41,7 +44,8 @@ class Measured:
     busy: list[Half] = field(default_factory=list)
     records: NDArray[Any] = field(default_factory=lambda: np.empty(0))
     resources: list[dict[str, float]] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
+    capacities: list[float] = field(default_factory=list)
+    """Requests a second that closed loops reached before each round, and after the last one."""
     disturbed: list[tuple[int, int]] = field(default_factory=list)  # begin, end
     error: str = ""
 
@@ -52,12 +56,17 @@ class Measured:
         late: NDArray[np.float64] = (self.records["end"] - due)[found] / 1e6
         return late
 
+    @property
+    def slowed(self) -> list[bool]:
+        """Whether the machine was slower after a round than before."""
+        return [after < STEADY * before for before, after in itertools.pairwise(self.capacities)]
+
     def without_disturbed(self) -> Measured:
-        """The rounds with two halves that were mostly calm, and the answers due in their calm times."""
+        """The rounds of a steady machine whose halves were mostly calm, and the answers due in calm times."""
         kept = [
             i
             for i, halves in enumerate(zip(self.quiet, self.busy, strict=True))
-            if max(half.disturbed for half in halves) <= MOST_DISTURBED
+            if max(half.disturbed for half in halves) <= MOST_DISTURBED and not self.slowed[i]
         ]
         found = Measured(*([each[i] for i in kept] for each in (self.quiet, self.busy)))
         times = [(half.begin, half.end) for half in (*found.quiet, *found.busy)]
@@ -65,7 +74,6 @@ class Measured:
         found.records = self.records[inside(times, due) & ~inside(self.disturbed, due)]
         found.error = self.error
         found.resources = [self.resources[i] for i in kept]
-        found.rates = [self.rates[i] for i in kept]
         return found
 
     def ratio(self, percent: float) -> float:
@@ -175,9 +183,10 @@ def _measure(
     others: StolenTime,
 ) -> Measured:
     measured, records = Measured(), []
+    measured.capacities.append(capacity(side, rows, load, workers))
     made = kinds(rows, ours=side.name == "hps")
     for number in range(rounds):
-        rate = SHARE * capacity(side, rows, load, workers)
+        rate = SHARE * measured.capacities[-1]
         with open_load(side.address, made, rate, prefix=load, idle_s=side.idle_s) as running:
             time.sleep(1)
             quiet = Half(time.monotonic_ns())
@@ -192,11 +201,12 @@ def _measure(
             half.disturbed = share_of(measured.disturbed, half.begin, half.end)
         measured.quiet.append(quiet)
         measured.busy.append(busy)
-        measured.rates.append(rate)
+        measured.capacities.append(capacity(side, rows, load, workers))
         records.append(running.records)
         measured.error = measured.error or running.error
         measured.resources.append(side.resources())
         done = f"{side.name}: round {number + 1} of {rounds}, {rate:,.0f} requests/s"
+        done += ", slower afterwards" if measured.slowed[-1] else ""
         taken = f", disturbed: {quiet.disturbed:.0%} without, {busy.disturbed:.0%} with changes"
         print(done + (taken if quiet.disturbed + busy.disturbed else ""), file=sys.stderr)
     measured.records = np.concatenate(records)

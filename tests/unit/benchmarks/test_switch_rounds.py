@@ -23,7 +23,7 @@ def test_stolen_share_is_of_all_time():
     assert stolen([1] * 8, [1] * 8) == 0
 
 
-def measured(times):
+def measured(times, capacities=(10.0, 9.5, 20.0)):
     """Two rounds of 10 s halves; a request a second, late by 1 ms, by 9 ms where a half has changes."""
     fields = [("due", "i8"), ("end", "i8"), ("status", "i8"), ("wrong", "i8"), ("value", "i8")]
     records = np.zeros(40, fields)
@@ -34,12 +34,12 @@ def measured(times):
     halves = [Half(i * 10 * S, (i + 1) * 10 * S) for i in range(4)]
     for half in halves:
         half.disturbed = share_of(times, half.begin, half.end)
-    return Measured(halves[::2], halves[1::2], records, [{}, {}], [1.0, 2.0], disturbed=times)
+    return Measured(halves[::2], halves[1::2], records, [{}, {}], capacities, disturbed=times)
 
 
 def test_calm_rounds_are_judged_whole():
     judged = measured([]).without_disturbed()
-    assert (len(judged.records), judged.ratio(99), judged.rates) == (40, 9, [1.0, 2.0])
+    assert (len(judged.records), judged.ratio(99), len(judged.quiet)) == (40, 9, 2)
 
 
 def test_answers_of_disturbed_times_and_disturbed_rounds_are_left_out():
@@ -47,7 +47,13 @@ def test_answers_of_disturbed_times_and_disturbed_rounds_are_left_out():
     found.records["end"][12:14] += S
     found.records["status"][[13, 25]] = 503
     judged = found.without_disturbed()
-    assert judged.rates == [1.0]
+    assert len(judged.quiet) == 1
     assert len(judged.records) == 18
     assert (judged.ratio(99), judged.failed, found.failed) == (9, 0, 2)
     assert found.ratio(99) > 50
+
+
+def test_rounds_of_a_machine_that_became_slower_are_left_out():
+    found = measured([], (10.0, 8.0, 8.0))
+    assert found.slowed == [True, False]
+    assert [half.begin for half in found.without_disturbed().quiet] == [20 * S]
