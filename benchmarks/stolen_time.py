@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 WINDOW_S, DRAIN_S = 0.25, 2.0
@@ -32,9 +33,9 @@ class StolenTime:
         self._thread.join()
 
     def _run(self) -> None:
-        begin, before = time.monotonic_ns(), processor_times()
+        begin, before = time.monotonic_ns(), psutil.cpu_times()
         while not self._closed.wait(WINDOW_S):
-            end, now = time.monotonic_ns(), processor_times()
+            end, now = time.monotonic_ns(), psutil.cpu_times()
             self.windows.append((begin, end, stolen(before, now)))
             begin, before = end, now
 
@@ -67,12 +68,7 @@ def share_of(times: list[tuple[int, int]], begin: int, end: int) -> float:
     return taken / max(1, end - begin)
 
 
-def processor_times() -> list[int]:
-    """The first line of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal."""
-    return [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-
-
-def stolen(before: list[int], after: list[int]) -> float:
-    """Return the stolen share between two `processor_times`."""
-    spent = [late - early for early, late in zip(before, after, strict=True)]
-    return spent[7] / max(1, sum(spent))
+def stolen(before: Sequence[float], after: Sequence[float]) -> float:
+    """Return the stolen share between two `psutil.cpu_times` (times of guests are in others)."""
+    spent = [late - early for early, late in zip(before[:8], after[:8], strict=True)]
+    return spent[7] / (sum(spent) or 1)

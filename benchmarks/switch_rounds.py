@@ -168,46 +168,33 @@ def measure(
     workers: int = 0,
 ) -> Measured:
     """Alternate ``rounds`` halves without and with ``change``, which records what it changes."""
-    with StolenTime() as others:
-        return _measure(side, rows, load, rounds, change, round_s, workers, others)
-
-
-def _measure(
-    side: Side,
-    rows: int,
-    load: list[str],
-    rounds: int,
-    change: Callable[[Half], None],
-    round_s: float,
-    workers: int,
-    others: StolenTime,
-) -> Measured:
     measured, records = Measured(), []
     measured.capacities.append(capacity(side, rows, load, workers))
     made = kinds(rows, ours=side.name == "hps")
-    for number in range(rounds):
-        rate = SHARE * measured.capacities[-1]
-        with open_load(side.address, made, rate, prefix=load, idle_s=side.idle_s) as running:
-            time.sleep(1)
-            quiet = Half(time.monotonic_ns())
-            time.sleep(round_s)
-            quiet.end = time.monotonic_ns()
-            busy = Half(quiet.end)
-            change(busy)
-            time.sleep(SETTLE_S)  # the replaced version is freed
-            busy.end = time.monotonic_ns()
-        measured.disturbed = disturbed(others.windows)
-        for half in (quiet, busy):
-            half.disturbed = share_of(measured.disturbed, half.begin, half.end)
-        measured.quiet.append(quiet)
-        measured.busy.append(busy)
-        measured.capacities.append(capacity(side, rows, load, workers))
-        records.append(running.records)
-        measured.error = measured.error or running.error
-        measured.resources.append(side.resources())
-        done = f"{side.name}: round {number + 1} of {rounds}, {rate:,.0f} requests/s"
-        done += ", slower afterwards" if measured.slowed[-1] else ""
-        taken = f", disturbed: {quiet.disturbed:.0%} without, {busy.disturbed:.0%} with changes"
-        print(done + (taken if quiet.disturbed + busy.disturbed else ""), file=sys.stderr)
+    with StolenTime() as others:
+        for number in range(rounds):
+            rate = SHARE * measured.capacities[-1]
+            with open_load(side.address, made, rate, prefix=load, idle_s=side.idle_s) as running:
+                time.sleep(1)
+                quiet = Half(time.monotonic_ns())
+                time.sleep(round_s)
+                quiet.end = time.monotonic_ns()
+                busy = Half(quiet.end)
+                change(busy)
+                time.sleep(SETTLE_S)  # the replaced version is freed
+                busy.end = time.monotonic_ns()
+            measured.disturbed = disturbed(others.windows)
+            for half in (quiet, busy):
+                half.disturbed = share_of(measured.disturbed, half.begin, half.end)
+            measured.quiet.append(quiet)
+            measured.busy.append(busy)
+            measured.capacities.append(capacity(side, rows, load, workers))
+            records.append(running.records)
+            measured.error = measured.error or running.error
+            measured.resources.append(side.resources())
+            done = f"{side.name}: round {number + 1} of {rounds}, {rate:,.0f} requests/s"
+            done += ", slower afterwards" if measured.slowed[-1] else ""
+            taken = f", disturbed: {quiet.disturbed:.0%} without, {busy.disturbed:.0%} with changes"
+            print(done + (taken if quiet.disturbed + busy.disturbed else ""), file=sys.stderr)
     measured.records = np.concatenate(records)
     return measured

@@ -169,8 +169,6 @@ def damaged_blocks(header: MappedHeader, first: int = 0, n: int | None = None) -
 
     Reads them from the file; without ``n``, all to the end. Raises ModelError if the file was replaced or
     truncated, or its checksums are damaged. Thread-safe."""
-    from hps.native import crc32  # chosen there between the twins
-
     file = _open(header.path)
     try:
         if read_header(header.path, file).fields.tobytes() != header.fields.tobytes():
@@ -182,17 +180,16 @@ def damaged_blocks(header: MappedHeader, first: int = 0, n: int | None = None) -
         expected = np.frombuffer(sums, "<u4")
         last = header.blocks if n is None else min(header.blocks, first + n)
         damaged = []
-        memory = np.empty(
-            BLOCK_BYTES, np.uint8
-        )  # new memory for each would cost as much as its sum
+        # One buffer: the pages of a new one for each block would cost as much as its checksum.
+        memory = memoryview(bytearray(BLOCK_BYTES))
         for block in range(first, last):
             begin = HEADER_BYTES + block * BLOCK_BYTES
             data = memory[: min(BLOCK_BYTES, end - begin)]
             try:
-                size = os.preadv(file, [data.data], begin)
+                size = os.preadv(file, [data], begin)
             except OSError:  # the disk cannot read it
                 size = 0
-            if size < len(data) or crc32(data) != expected[block]:
+            if size < len(data) or _crc32(data) != expected[block]:
                 damaged.append(block)
         return damaged
     finally:
@@ -216,7 +213,7 @@ def _open(path: Path) -> int:
         raise ModelError(f"cannot open {path}: {error.strerror}") from error
 
 
-def _crc32(data: bytes) -> int:
+def _crc32(data: bytes | memoryview) -> int:
     from hps.native import crc32  # chosen there between the twins
 
     return crc32(np.frombuffer(data, np.uint8))

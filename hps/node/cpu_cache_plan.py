@@ -14,10 +14,10 @@ from hps.tiers.cpu.cache_memory import CacheMemory
 from hps.tiers.cpu.segments import Segments
 from hps.types import EmbeddingTable
 
-_CHANGED, _LEAST_CHANGED = 1 / 8, 1024
-"""Of the rows of a table whose file is in memory, the cache has room for this share and number at least."""
-_IN_MEMORY = 1 / 2
-"""The share of the cache's bytes that such tables get beyond: another version must fit beside them."""
+_LEAST_SHARE, _LEAST_ROWS = 1 / 8, 1024
+"""Of a table whose file is in memory, the cache has room for this share and number of rows at least."""
+_BYTES_SHARE = 1 / 2
+"""Share of the cache's bytes for all such tables; the other half is for another version of theirs."""
 
 
 def cache_memory(chosen: CpuCacheSettings) -> CacheMemory:
@@ -46,7 +46,7 @@ def plan_rows(
             if table in in_memory and overrides[table].cache_share is None
         }
         whole = sum(slot_bytes(table) * rows for table, rows in counted.items())
-        share = _IN_MEMORY * chosen.capacity_bytes / max(1, whole)
+        share = _BYTES_SHARE * chosen.capacity_bytes / max(1, whole)
         table_rows = {
             table: changed_rows(rows, share) if table in counted else rows
             for table, rows in table_rows.items()
@@ -60,11 +60,11 @@ def plan_rows(
     )
 
 
-def changed_rows(rows: int, share: float = _CHANGED) -> int:
+def changed_rows(rows: int, share: float = _LEAST_SHARE) -> int:
     """Capacity for changed rows of a table of ``rows`` rows whose mapped file lookups read directly.
 
     ``share``: of the rows, if there is room for more than an eighth."""
-    return min(rows, max(_LEAST_CHANGED, int(max(_CHANGED, share) * rows)))
+    return min(rows, max(_LEAST_ROWS, int(max(_LEAST_SHARE, share) * rows)))
 
 
 def plan_rows_for_new_model(

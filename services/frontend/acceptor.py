@@ -55,8 +55,10 @@ class Acceptor:
         for _ in range(BACKLOG):
             try:
                 connection, _address = self._sock.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            except BlockingIOError:
                 return
+            except ConnectionAbortedError:  # by its client, meanwhile
+                continue
             except OSError as error:
                 log.warning("connections wait: the system cannot accept one: %s", error.strerror)
                 self._loop.remove_reader(self._sock)

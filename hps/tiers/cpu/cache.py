@@ -106,7 +106,8 @@ class CpuCache(CacheReads):
 
     def _unmap(self, table: EmbeddingTable) -> None:
         self._use_counts.pop(table, None)
-        if (mapped := self._mapped.pop(table, None)) is not None:
+        mapped = self._mapped.pop(table, None)
+        if mapped is not None and all(each is not mapped for each in self._mapped.values()):
             mapped.on_hiding = None
 
     def is_mapped(self, table: EmbeddingTable) -> bool:
@@ -163,7 +164,10 @@ class CpuCache(CacheReads):
         if held is None or counts is None:
             return
         if vectors is not None and held.rows + len(keys) > held.capacity:
-            used = counts.used(keys)
+            try:
+                used = counts.used(keys)
+            except RuntimeError:  # the file is damaged; the stores report it
+                return
             keys, vectors, versions = keys[used], vectors[used], versions[used]
         self._put(table, held, keys, vectors, versions, resident_only=False)
 

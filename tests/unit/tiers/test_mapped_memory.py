@@ -123,7 +123,7 @@ def test_overridden_rows_come_from_the_cache_or_the_store(opened):
 
 
 def test_changed_rows_of_the_file_stay_in_memory(opened):
-    """A reader never misses because of a change, not even before the caches are told of it."""
+    """A reader never misses because of a change, not even before the caches receive it."""
     keys = np.array([5, 7, ROWS + 1])
     opened.store.insert(TABLE, keys, rows_of(keys, 100), np.full(3, opened.version, np.uint64))
     np.testing.assert_array_equal(gather(opened.cache, [5, 7]), rows_of([5, 7], 100))
@@ -177,6 +177,18 @@ def test_a_damaged_file_is_not_read(opened):
     opened.mapped.unreadable = "a test"
     assert gather(opened.cache, [4]) is None
     np.testing.assert_array_equal(gather(opened.cache, [5]), rows_of([5], 100))
+
+
+def test_changes_reach_the_table_that_still_reads_the_file(opened):
+    """Another table of the same name, as of a version that was loaded again, replaces it."""
+    other = EmbeddingTable.make("items", DIM, default=1.0)
+    opened.cache.add_table(other, 200)
+    opened.cache.map_table(other, opened.mapped)
+    opened.cache.drop_table(TABLE)
+    opened.store.insert(TABLE, np.array([5]), rows_of([5], 100), np.array([opened.version], "u8"))
+    out = np.empty((1, DIM), np.float32)
+    assert opened.cache.gather([(other, np.array([5]), out)])
+    np.testing.assert_array_equal(out, rows_of([5], 100))
 
 
 def test_dropped_table_misses(opened):
@@ -283,6 +295,10 @@ def test_attached_processes_read_the_file_and_the_marks(owner, tmp_path):
     keys = np.random.default_rng(2).integers(0, ROWS, 9000)
     np.testing.assert_array_equal(gather(attached, keys), rows_of(keys))
     owner.write([5], 100)
+    np.testing.assert_array_equal(gather(attached, [5]), rows_of([5], 100))
+    owner.cache.evict(TABLE, np.array([5]))
+    assert gather(attached, [4, 5]) is None
+    owner.promote([5])
     np.testing.assert_array_equal(gather(attached, [5]), rows_of([5], 100))
     for _ in range(64):
         gather(attached, [7])
