@@ -9,6 +9,7 @@ import pytest
 
 from hps.config.server_settings import ServerSettings
 from services.frontend.auth import Authorizer
+from services.frontend.http.protocol import probe
 from services.frontend.http.protocol.connection import HttpProtocol
 from services.frontend.http.protocol.parsing import (
     FIELD_BYTES,
@@ -33,6 +34,12 @@ LARGE = {
     "an unfinished trailer": CHUNKED + b"3\r\nabc\r\n0\r\nx: " + b"a" * 8 * MAX_HEAD_BYTES,
     "an unfinished extension": CHUNKED + b"3;" + b"a" * 8 * MAX_HEAD_BYTES,
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def probed():
+    """The probe runs once per process, with connections of its own, which no test may count."""
+    probe.is_supported()
 
 
 @pytest.mark.private_interface("uvicorn answers invalid requests in text")
