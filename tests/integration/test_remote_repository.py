@@ -326,7 +326,7 @@ from hps.models.remote import publish
 from hps.models.remote.opening import open_writable_store
 from hps.models.repository import Repository
 from hps.types import NoProgress
-publish.CLAIM_S, publish._RENEW_S = 4.0, 0.5
+publish.CLAIM_S, publish._RENEW_S = 6.0, 0.5
 opened = Repository(sys.argv[1]).open("words")
 store = open_writable_store(RepositoryUri.parse(sys.argv[2]))
 print("begin", flush=True)
@@ -350,7 +350,7 @@ def test_killed_publisher_leaves_no_version(s3, tmp_path):
         assert was_running or complete
         if complete:
             break
-        time.sleep(5.1)  # the claim expires; S3's times are in seconds
+        time.sleep(7.1)  # the claim expires; S3's times are in seconds
     else:
         assert subprocess.check_output(command, text=True).splitlines()[-1] == f"{uri}/words/1"
     models = {"repository": uri, "download": {"folder": str(tmp_path / "cache")}}
