@@ -2,14 +2,14 @@
 
 Two versions of a model of 2 GB (26 features over four tables, a network), whose rows carry their version; see
 `benchmarks/switch_scene.py`. Lookups of 26 keys and predictions of 16 samples (3 : 1) arrive as a Poisson
-process at 70 % of the server's capacity, which closed loops measure between the rounds: a shared machine is a
-third slower for minutes. Rounds after which it is slower than before, and answers of times in which other
-machines took the processors, are not judged.
-Halves of rounds without and with switches alternate: in the latter the other version is loaded and served in
-place of the current one, which is then freed (``models.rollback_s: 0``), again and again. Latencies count
-from the instant a request was due; a ratio is that of the two halves of one round.
+process at 70 % of the server's capacity, which closed loops measure between rounds of five switches. Rounds
+after which it is lower than before, and answers of times in which other machines took the processors, are
+not judged.
+At a switch the other version is loaded and served in place of the current one, which is then freed
+(``models.rollback_s: 0``). Latencies count from the instant a request was due, and are compared with those of
+the three seconds before the switch, since a shared machine is a third slower for seconds.
 
-* p99: the median over the rounds of switches / none; p99.9: of all rounds' answers together.
+* p99: the median over the switches of with / before; p99.9: of all answers together.
 * mixed: answers with rows of two versions, or with rows and network of two.
 * stale: answers of the replaced version to requests that were due after the switch was reported as done.
 * At the end: anonymous memory, descriptors and the halves without switches, the last quarter of the
@@ -35,7 +35,7 @@ import numpy as np
 from benchmarks.common import HELPERS, Bar, Benchmark, Options, Report, main
 from benchmarks.measure import versions
 from benchmarks.peers.environments import ENVIRONMENTS
-from benchmarks.switch_rounds import ROUND_S, Half, Measured, measure
+from benchmarks.switch_rounds import QUIET_S, Half, Measured, measure
 from benchmarks.switch_scene import (
     MODEL,
     OTHER,
@@ -67,35 +67,31 @@ BARS = (
 )
 
 
-class Switches:
-    """Loads of the other version of the model, ``count`` in each round."""
+class Switch:
+    """A load of the other version of the model."""
 
-    def __init__(self, side: Side, count: int) -> None:
-        self._side, self._count, self._version = side, count, 1
-
-    def __call__(self, half: Half) -> None:
-        for _ in range(self._count):
-            self._version = 3 - self._version
-            begin = time.monotonic_ns()
-            self._side.load(self._version)
-            half.changes.append((begin, time.monotonic_ns(), self._version))
-            time.sleep(PAUSE_S)
-
-
-class OtherLoads:
-    """Loads and unloads of another model, ``count`` in each round."""
-
-    def __init__(self, side: Side, count: int) -> None:
-        self._side, self._count = side, count
+    def __init__(self, side: Side) -> None:
+        self._side, self._version = side, 1
 
     def __call__(self, half: Half) -> None:
-        for _ in range(self._count):
-            begin = time.monotonic_ns()
-            self._side.load(1, OTHER)
-            half.changes.append((begin, time.monotonic_ns(), 1))
-            time.sleep(PAUSE_S)
-            self._side.post(f"/v2/repository/models/{OTHER}/unload", {})
-            time.sleep(PAUSE_S)
+        self._version = 3 - self._version
+        begin = time.monotonic_ns()
+        self._side.load(self._version)
+        half.changes.append((begin, time.monotonic_ns(), self._version))
+
+
+class OtherLoad:
+    """A load and an unload of another model."""
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+
+    def __call__(self, half: Half) -> None:
+        begin = time.monotonic_ns()
+        self._side.load(1, OTHER)
+        half.changes.append((begin, time.monotonic_ns(), 1))
+        time.sleep(PAUSE_S)
+        self._side.post(f"/v2/repository/models/{OTHER}/unload", {})
 
 
 @contextmanager
@@ -163,36 +159,40 @@ def _switches(
     each = min(SWITCHES_A_ROUND, total // 4)
     workers = options.extra.get("workers") or 0
     # Caches and allocators reach their size first.
-    measure(side, rows, load, 1, Switches(side, 2), 1.0, workers)
-    round_s = 1.0 if options.quick else options.extra.get("seconds") or ROUND_S
-    changes = Switches(side, each)
-    measured = measure(side, rows, load, total // each, changes, round_s, workers)
+    measure(side, rows, load, 1, 2, Switch(side), 1.0, workers)
+    measured = measure(
+        side, rows, load, total // each, each, Switch(side), _quiet_s(options), workers
+    )
     memory, descriptors = measured.growth("anonymous MB"), measured.growth("descriptors")
     report.values |= {
         "mixed": measured.mixed,
         "memory": memory[1] / memory[0],
         "descriptors": descriptors[1] - descriptors[0],
+        "stale": measured.stale,
     }
     report.figures["capacities"] = measured.capacities
     report.figures["resources"] = measured.resources
-    report.figures["p99 by round"] = [
+    report.figures["p99 by switch"] = [
         [float(np.percentile(measured.latencies([half]), 99)) for half in halves]
         for halves in zip(measured.quiet, measured.busy, strict=True)
     ]
     if judged := _judged(report, lines, "hps, switches", measured):
         report.values |= {
             "failed": judged.failed,
-            "stale": judged.stale,
             "p99": judged.ratio(99),
             "p999": judged.pooled(99.9),
             "latency": judged.slower(),
         }
 
 
+def _quiet_s(options: Options) -> float:
+    return 1.0 if options.quick else options.extra.get("seconds") or QUIET_S
+
+
 def _judged(
     report: Report, lines: list[dict[str, Any]], title: str, measured: Measured
 ) -> Measured | None:
-    """Return the rounds that were not disturbed, None if there are none, and add a row for them."""
+    """Return the pairs that were not disturbed, None if there are none, and add a row for them."""
     judged = measured.without_disturbed()
     quiet, busy = (
         float(np.mean([half.disturbed for half in halves]))
@@ -201,10 +201,10 @@ def _judged(
     left_out = len(measured.quiet) - len(judged.quiet)
     report.notes.append(
         f"{title}: other machines disturbed {quiet:.0%} of the time without, and {busy:.0%} of that with "
-        f"changes, and this one was slower after {sum(measured.slowed)} of {len(measured.quiet)} rounds. "
-        f"Answers of these times, and {left_out} rounds, are not judged; {measured.failed - judged.failed} "
-        f"requests failed in these. All answers: p99 {measured.ratio(99):.2f}, p99.9 "
-        f"{measured.pooled(99.9):.2f}"
+        f"changes, and this one was slower after {sum(measured.slowed)} of {len(measured.slowed)} rounds. "
+        f"Answers of these times, and {left_out} of {len(measured.quiet)} pairs, are not judged; "
+        f"{measured.failed - judged.failed} requests failed in these. All answers: p99 "
+        f"{measured.ratio(99):.2f}, p99.9 {measured.pooled(99.9):.2f}"
     )
     if measured.error:
         report.notes.append(f"{title}: {measured.error[:500]}")
@@ -224,9 +224,8 @@ def _other(
 ) -> None:
     total = LOADS_A_ROUND if options.quick else options.extra.get("loads") or OTHER_LOADS
     each = min(LOADS_A_ROUND, total)
-    round_s = 1.0 if options.quick else options.extra.get("seconds") or ROUND_S
-    changes, workers = OtherLoads(side, each), options.extra.get("workers") or 0
-    measured = measure(side, rows, load, total // each, changes, round_s, workers)
+    workers, quiet_s = options.extra.get("workers") or 0, _quiet_s(options)
+    measured = measure(side, rows, load, total // each, each, OtherLoad(side), quiet_s, workers)
     if judged := _judged(report, lines, "hps, another model", measured):
         report.values["other_failed"] = judged.failed + measured.mixed
         report.values["other_p99"] = judged.ratio(99)
@@ -246,23 +245,22 @@ def _triton(
     with triton_side(folder) as side:
         each = LOADS_A_ROUND if not options.quick else 2
         rounds = 1 if options.quick else TRITON_LOADS // each
-        round_s = 1.0 if options.quick else ROUND_S
-        measured = measure(side, rows, load, rounds, Switches(side, each), round_s)
+        measured = measure(side, rows, load, rounds, each, Switch(side), _quiet_s(options))
     report.figures["Triton's capacities"] = measured.capacities
     judged = _judged(report, lines, "Triton, reloads", measured)
     if judged is None:
         return
     report.figures["Triton"] = {
         "failed": judged.failed,
-        "mixed": judged.mixed,
-        "stale": judged.stale,
+        "mixed": measured.mixed,
+        "stale": measured.stale,
         "p99": judged.ratio(99),
         "p99.9": judged.pooled(99.9),
         "resources": measured.resources,
     }
     report.notes.append(
         f"Triton: p99 with reloads / without {judged.ratio(99):.2f}, p99.9 {judged.pooled(99.9):.2f}, "
-        f"{judged.failed} requests failed, {judged.mixed} mixed, {judged.stale} stale"
+        f"{judged.failed} requests failed, {measured.mixed} mixed, {measured.stale} stale"
     )
 
 
@@ -284,7 +282,7 @@ BENCHMARK = Benchmark(
         "--gigabytes": {"type": float, "help": f"of each version (default {GIGABYTES:g})"},
         "--seconds": {
             "type": float,
-            "help": f"of the half of a round without changes ({ROUND_S:g})",
+            "help": f"without a change before each one ({QUIET_S:g})",
         },
         "--workers": {"type": int, "help": "worker processes of the server (default 0)"},
         "--no-gpu": {"action": "store_true", "help": "serve from the CPU on a machine with a GPU"},

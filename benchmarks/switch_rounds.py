@@ -1,4 +1,6 @@
-"""Rounds of requests at a share of a server's capacity, without and with changes of its models."""
+"""Rounds of requests at a share of a server's capacity; in each, times without and with changes alternate.
+
+A shared machine is a third slower for seconds, so each change is compared with the seconds before it."""
 
 from __future__ import annotations
 
@@ -16,17 +18,17 @@ from benchmarks.open_load import open_load
 from benchmarks.stolen_time import StolenTime, disturbed, inside, share_of
 from benchmarks.switch_scene import Side, kinds
 
-SHARE, CALLERS, ROUND_S, SETTLE_S = 0.7, 8, 10.0, 0.3
+SHARE, CALLERS, QUIET_S, SETTLE_S = 0.7, 8, 3.0, 0.3
 CAPACITY_RUNS, CAPACITY_S, CAPACITY_PAUSE_S = 3, 1.0, 0.5
 MOST_DISTURBED = 0.5
-"""Of a half's time: a round with more in one of its halves is not judged."""
+"""Of a half's time: a pair with more in one of its halves is not judged."""
 STEADY = 0.9
 """Of the capacity before a round, the least after it: else the load was too high for a slower machine."""
 
 
 @dataclass
 class Half:
-    """Half of a round, from ``begin`` to ``end`` (`time.monotonic_ns`), and its loads.
+    """The time before a change or that of the change, from ``begin`` to ``end`` (`time.monotonic_ns`).
 
     ``disturbed``: the share of its time in which other machines of the host took the processors."""
 
@@ -38,12 +40,13 @@ class Half:
 
 @dataclass
 class Measured:
-    """Rounds of one load: halves without and with changes, the answers, resources after each round."""
+    """Pairs of halves, without a change and with one, ``pairs`` a round; all rounds' answers."""
 
+    pairs: int = 1
     quiet: list[Half] = field(default_factory=list)
     busy: list[Half] = field(default_factory=list)
     records: NDArray[Any] = field(default_factory=lambda: np.empty(0))
-    resources: list[dict[str, float]] = field(default_factory=list)
+    resources: list[dict[str, float]] = field(default_factory=list)  # after each round
     capacities: list[float] = field(default_factory=list)
     """Requests a second that closed loops reached before each round, and after the last one."""
     disturbed: list[tuple[int, int]] = field(default_factory=list)  # begin, end
@@ -62,22 +65,22 @@ class Measured:
         return [after < STEADY * before for before, after in itertools.pairwise(self.capacities)]
 
     def without_disturbed(self) -> Measured:
-        """The rounds of a steady machine whose halves were mostly calm, and the answers due in calm times."""
+        """The pairs of mostly calm times in steady rounds, and the answers that were due in calm times."""
         kept = [
             i
             for i, halves in enumerate(zip(self.quiet, self.busy, strict=True))
-            if max(half.disturbed for half in halves) <= MOST_DISTURBED and not self.slowed[i]
+            if max(half.disturbed for half in halves) <= MOST_DISTURBED
+            and not self.slowed[i // self.pairs]
         ]
-        found = Measured(*([each[i] for i in kept] for each in (self.quiet, self.busy)))
+        found = Measured(quiet=[self.quiet[i] for i in kept], busy=[self.busy[i] for i in kept])
         times = [(half.begin, half.end) for half in (*found.quiet, *found.busy)]
         due = self.records["due"]
         found.records = self.records[inside(times, due) & ~inside(self.disturbed, due)]
         found.error = self.error
-        found.resources = [self.resources[i] for i in kept]
         return found
 
     def ratio(self, percent: float) -> float:
-        """The median over the rounds of a percentile with changes / without."""
+        """The median over the pairs of a percentile with the change / without."""
         return float(
             np.median(
                 [
@@ -89,7 +92,7 @@ class Measured:
         )
 
     def pooled(self, percent: float) -> float:
-        """A percentile of all rounds' answers, with changes / without."""
+        """A percentile of all answers, with changes / without."""
         busy, quiet = (np.percentile(self.latencies(h), percent) for h in (self.busy, self.quiet))
         return float(busy / quiet)
 
@@ -107,11 +110,11 @@ class Measured:
         """Answers of another version than the current one to requests due after a change, before the next."""
         due, value, count = self.records["due"], self.records["value"], 0
         answered = (self.records["status"] == 200) & (self.records["wrong"] == 0)
-        for half in self.busy:
-            ends = [begin for begin, _, _ in half.changes[1:]] + [half.end]
-            for (_, end, version), until in zip(half.changes, ends, strict=True):
-                others = answered & (due > end) & (due < until) & (value != version)
-                count += int(others.sum())
+        changes = [change for half in self.busy for change in half.changes]
+        begins = [begin for begin, _, _ in changes[1:]] + [self.busy[-1].end]
+        for (_, end, version), until in zip(changes, begins, strict=True):
+            others = answered & (due > end) & (due < until) & (value != version)
+            count += int(others.sum())
         return count
 
     def growth(self, what: str) -> tuple[float, float]:
@@ -121,7 +124,7 @@ class Measured:
         return max(values[:n]), max(values[-n:])
 
     def slower(self) -> float:
-        """p50 without changes: the last quarter of the rounds / the first."""
+        """p50 without changes: the last quarter of the pairs / the first."""
         n = max(1, len(self.quiet) // 4)
         last, first = (np.median(self.latencies(h)) for h in (self.quiet[-n:], self.quiet[:n]))
         return float(last / first)
@@ -163,12 +166,13 @@ def measure(
     rows: int,
     load: list[str],
     rounds: int,
+    pairs: int,
     change: Callable[[Half], None],
-    round_s: float = ROUND_S,
+    quiet_s: float = QUIET_S,
     workers: int = 0,
 ) -> Measured:
-    """Alternate ``rounds`` halves without and with ``change``, which records what it changes."""
-    measured, records = Measured(), []
+    """Measure ``rounds`` of ``pairs``: ``quiet_s``, then ``change``, which records what it changes."""
+    measured, records = Measured(pairs), []
     measured.capacities.append(capacity(side, rows, load, workers))
     made = kinds(rows, ours=side.name == "hps")
     with StolenTime() as others:
@@ -176,25 +180,31 @@ def measure(
             rate = SHARE * measured.capacities[-1]
             with open_load(side.address, made, rate, prefix=load, idle_s=side.idle_s) as running:
                 time.sleep(1)
-                quiet = Half(time.monotonic_ns())
-                time.sleep(round_s)
-                quiet.end = time.monotonic_ns()
-                busy = Half(quiet.end)
-                change(busy)
-                time.sleep(SETTLE_S)  # the replaced version is freed
-                busy.end = time.monotonic_ns()
+                halves = [_pair(quiet_s, change) for _ in range(pairs)]
             measured.disturbed = disturbed(others.windows)
-            for half in (quiet, busy):
+            for half in itertools.chain.from_iterable(halves):
                 half.disturbed = share_of(measured.disturbed, half.begin, half.end)
-            measured.quiet.append(quiet)
-            measured.busy.append(busy)
+            measured.quiet += [quiet for quiet, _ in halves]
+            measured.busy += [busy for _, busy in halves]
             measured.capacities.append(capacity(side, rows, load, workers))
             records.append(running.records)
             measured.error = measured.error or running.error
             measured.resources.append(side.resources())
             done = f"{side.name}: round {number + 1} of {rounds}, {rate:,.0f} requests/s"
             done += ", slower afterwards" if measured.slowed[-1] else ""
-            taken = f", disturbed: {quiet.disturbed:.0%} without, {busy.disturbed:.0%} with changes"
-            print(done + (taken if quiet.disturbed + busy.disturbed else ""), file=sys.stderr)
+            if taken := float(np.mean([half.disturbed for pair in halves for half in pair])):
+                done += f", disturbed: {taken:.0%} of the time"
+            print(done, file=sys.stderr)
     measured.records = np.concatenate(records)
     return measured
+
+
+def _pair(quiet_s: float, change: Callable[[Half], None]) -> tuple[Half, Half]:
+    quiet = Half(time.monotonic_ns())
+    time.sleep(quiet_s)
+    quiet.end = time.monotonic_ns()
+    busy = Half(quiet.end)
+    change(busy)
+    time.sleep(SETTLE_S)  # the replaced version is freed
+    busy.end = time.monotonic_ns()
+    return quiet, busy

@@ -60,12 +60,12 @@ def test_numbers_that_differ_are_wrong():
 def test_old_versions_are_stale_only_after_the_switch():
     from benchmarks.open_load import RECORD
 
-    records = np.zeros(3, RECORD)
-    records["status"], records["value"] = 200, (1, 1, 2)
-    records["due"] = (10, 25, 25)
-    busy = Half(0, 30, [(5, 20, 2)])
-    measured = Measured([Half(0, 1)], [busy], records)
-    assert measured.stale == 1
+    changes = [Half(0, 30, changes=[(5, 20, 2)]), Half(45, 80, changes=[(50, 60, 1)])]
+    records = np.zeros(7, RECORD)
+    records["due"] = (10, 25, 25, 40, 55, 70, 70)
+    records["value"] = (1, 1, 2, 1, 1, 2, 1)
+    records["status"] = 200
+    assert Measured(quiet=[Half(0, 1)] * 2, busy=changes, records=records).stale == 3
 
 
 class answering:

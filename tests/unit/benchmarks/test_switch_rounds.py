@@ -23,8 +23,8 @@ def test_stolen_share_is_of_all_time():
     assert stolen([1] * 8, [1] * 8) == 0
 
 
-def measured(times, capacities=(10.0, 9.5, 20.0)):
-    """Two rounds of 10 s halves; a request a second, late by 1 ms, by 9 ms where a half has changes."""
+def measured(times, capacities=(10.0, 9.5, 20.0), pairs=1):
+    """Two pairs of 10 s halves; a request a second, late by 1 ms, by 9 ms where a half has changes."""
     fields = [("due", "i8"), ("end", "i8"), ("status", "i8"), ("wrong", "i8"), ("value", "i8")]
     records = np.zeros(40, fields)
     records["due"] = np.arange(40) * S
@@ -34,15 +34,15 @@ def measured(times, capacities=(10.0, 9.5, 20.0)):
     halves = [Half(i * 10 * S, (i + 1) * 10 * S) for i in range(4)]
     for half in halves:
         half.disturbed = share_of(times, half.begin, half.end)
-    return Measured(halves[::2], halves[1::2], records, [{}, {}], capacities, disturbed=times)
+    return Measured(pairs, halves[::2], halves[1::2], records, [], capacities, disturbed=times)
 
 
-def test_calm_rounds_are_judged_whole():
+def test_calm_pairs_are_judged_whole():
     judged = measured([]).without_disturbed()
     assert (len(judged.records), judged.ratio(99), len(judged.quiet)) == (40, 9, 2)
 
 
-def test_answers_of_disturbed_times_and_disturbed_rounds_are_left_out():
+def test_answers_of_disturbed_times_and_disturbed_pairs_are_left_out():
     found = measured([(12 * S, 14 * S), (20 * S, 26 * S)])
     found.records["end"][12:14] += S
     found.records["status"][[13, 25]] = 503
@@ -57,3 +57,4 @@ def test_rounds_of_a_machine_that_became_slower_are_left_out():
     found = measured([], (10.0, 8.0, 8.0))
     assert found.slowed == [True, False]
     assert [half.begin for half in found.without_disturbed().quiet] == [20 * S]
+    assert not measured([], (10.0, 8.0), pairs=2).without_disturbed().quiet
