@@ -215,6 +215,7 @@ class ModelControl:
                 found = self._open_version(name, number)
             replaced = choice.current
             choice = self._in_policy(name, choice.switched(number, follows=False))
+            choice = replace(choice, switched_at=0.0)  # it is no new version
             if automatic:
                 choice = choice.without_share({replaced}, automatic, matches=True)
             reason = "automatic" if automatic else "rollback"

@@ -28,7 +28,7 @@ from hps.updates.cache_writer import CacheWriter
 if TYPE_CHECKING:
     from hps.models.repository import ModelVersion
     from hps.node.gpu_scheduler import NodeScheduler
-    from hps.node.version_choice import VersionChoice
+    from hps.node.version_choice import RecentSwitch, VersionChoice
     from hps.tiers.rocksdb import CheckpointFolder
 
 __all__ = ["ModelController", "Node", "ServedModel"]
@@ -40,6 +40,8 @@ class TrafficController(Protocol):
     def set_rule(self, name: str, rule: TrafficRule | None) -> None: ...
 
     def choice(self, name: str) -> VersionChoice | None: ...
+
+    def switch_before_start(self, name: str) -> RecentSwitch | None: ...
 
     def roll_back(self, name: str, version: int, reason: str, detail: str) -> int | None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Protocol
@@ -10,7 +11,7 @@ from typing import Protocol
 from hps.config.traffic_settings import TrafficRule
 from hps.errors import BadRequest, NotFound
 from hps.node.node import Node
-from hps.node.version_choice import VersionChoice
+from hps.node.version_choice import RecentSwitch, VersionChoice
 from hps.node.version_switcher import VersionSwitcher
 from hps.observability import metric_names as m
 
@@ -35,6 +36,7 @@ class TrafficControl:
         makes the previous version the current one."""
         self._node, self._switcher = node, switcher
         self._change, self._rollback = change, rollback
+        self._at_start = dict(switcher.choices)
 
     def set_rule(self, name: str, rule: TrafficRule | None) -> None:
         """Set which versions answer requests without a version, and when the node rolls back; None: the
@@ -61,6 +63,15 @@ class TrafficControl:
     def choice(self, name: str) -> VersionChoice | None:
         """What is served of a model; None: nothing."""
         return self._switcher.choices.get(name)
+
+    def switch_before_start(self, name: str) -> RecentSwitch | None:
+        """The switch to the current version of a model if it was made before the node started, else None."""
+        choice, at_start = self.choice(name), self._at_start.get(name)
+        if choice is None or at_start is None or at_start.current != choice.current:
+            return None
+        if at_start.previous is None or not at_start.switched_at:
+            return None
+        return RecentSwitch(at_start.previous, max(0.0, time.time() - at_start.switched_at))
 
     def roll_back(self, name: str, version: int, reason: str, detail: str) -> int | None:
         """Take the requests from ``version``; returns the current version then, None if nothing changed.

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hps.config import Settings
 from hps.config.schema import VersionPolicy
@@ -24,6 +25,13 @@ FILE_NAME = "hps-served-versions.json"
 _FORMAT = 1
 
 
+class RecentSwitch(NamedTuple):
+    """The version that the current one of a model has replaced, and the seconds since then."""
+
+    previous: int
+    ago_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class VersionChoice:
     """Versions of one model to serve.
@@ -32,7 +40,8 @@ class VersionChoice:
     watched repository. ``by_policy`` are versions that the settings' policy chose, ``pinned`` those
     that a request loaded beside the current one. ``previous`` is the version that `rollback` goes back to.
     ``traffic``: which versions answer requests without a version. ``rolled_back``: why the node itself took
-    requests from a version, by number, until it gets some again."""
+    requests from a version, by number, until it gets some again. ``switched_at``: Unix time at which the
+    current version replaced the previous one, 0 if it was the first one or by a rollback."""
 
     current: int
     follows: bool = True
@@ -42,6 +51,7 @@ class VersionChoice:
     previous: int | None = None
     traffic: TrafficRule | None = None
     rolled_back: Mapping[int, str] = field(default_factory=dict)
+    switched_at: float = field(default=0.0, compare=False)
 
     @property
     def versions(self) -> set[int]:
@@ -57,7 +67,13 @@ class VersionChoice:
         """With another current version, which has no share of the traffic rule any more: it gets the rest."""
         if version == self.current:
             return replace(self, follows=follows)
-        changed = replace(self, current=version, follows=follows, previous=self.current)
+        changed = replace(
+            self,
+            current=version,
+            follows=follows,
+            previous=self.current,
+            switched_at=time.time(),
+        )
         return changed.without_share({version})
 
     def references_to(self, versions: set[int]) -> set[str]:
@@ -110,6 +126,7 @@ class VersionChoice:
             "previous": self.previous,
             "traffic": None if self.traffic is None else self.traffic.as_json(),
             "rolled_back": {str(number): text for number, text in self.rolled_back.items()},
+            "switched_at": self.switched_at,
         }
 
     @classmethod
@@ -124,6 +141,7 @@ class VersionChoice:
             None if found["previous"] is None else int(found["previous"]),
             None if found.get("traffic") is None else TrafficRule.from_json(found["traffic"]),
             {int(n): str(text) for n, text in found.get("rolled_back", {}).items()},
+            float(found.get("switched_at", 0.0)),
         )
 
 

@@ -113,5 +113,5 @@ def _of_versions(choice: VersionChoice, found: list[ModelVersion]) -> VersionCho
     """The choice without versions that were not found."""
     there = {each.version for each in found}
     if choice.current not in there:
-        choice = replace(choice, current=max(there))
+        choice = replace(choice, current=max(there), switched_at=0.0)
     return choice.without(choice.versions - there)

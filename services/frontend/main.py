@@ -144,7 +144,8 @@ class FrontendServer(ServerProcess[OpenModels]):
         if node.control is not None:
             # For changes that no request made: of a watched repository, or the end of a rollback's time.
             node.control.on_change.append(self._refresh_models)
-            guard = RollbackGuard(self.state, node.control.traffic.roll_back)
+            traffic = node.control.traffic
+            guard = RollbackGuard(self.state, traffic.roll_back, traffic.switch_before_start)
             self.state.on_models_changed(guard.start)
         if self._workers is not None and node.socket is not None:
             node.metrics.include(self._workers.metrics)

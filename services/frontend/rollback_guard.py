@@ -2,7 +2,8 @@
 
 It runs in the node's process, over the counts of all its processes, so that there is one decision for the
 node. A version with a share is compared with the current version at the same time; a version that has become
-the current one with the requests of the version before, in the time before the switch."""
+the current one with the requests of the version before, in the time before the switch. The counts of that
+time are lost in a restart: then only its failures are judged."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from typing import Any
 from hps.config.traffic_settings import RollbackBounds
 from hps.errors import HpsError
 from hps.node.served_versions import VersionNames
+from hps.node.version_choice import RecentSwitch
 from hps.periodic import PeriodicThread
 from services.frontend.state import FrontendState
 from services.frontend.version_bounds import violation
@@ -29,6 +31,7 @@ _SLOTS, _MOST_SLOT_S = 60, 10.0
 
 RollBack = Callable[[str, int, str, str], int | None]
 """Takes the requests from a version of a model, for a reason and with a sentence for the operator."""
+SwitchBeforeStart = Callable[[str], RecentSwitch | None]
 
 
 class _History:
@@ -79,9 +82,12 @@ class RollbackGuard:
         self,
         state: FrontendState,
         roll_back: RollBack,
+        switch_before_start: SwitchBeforeStart = lambda _name: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``switch_before_start``: of a model, by name, as `TrafficControl.switch_before_start`."""
         self._state, self._roll_back, self._now = state, roll_back, now
+        self._switch_before_start = switch_before_start
         self._history: dict[tuple[str, int], _History] = {}
         self._models: dict[str, _WatchedModel] = {}
         self._lock = threading.Lock()
@@ -92,7 +98,7 @@ class RollbackGuard:
         bounded = dict(self._bounded())
         with self._lock:  # a switch may follow before the first round
             for name, (names, _) in bounded.items():
-                self._models.setdefault(name, _WatchedModel(names.current))
+                self._model(name, names)
         if bounded:
             self._thread.start()
 
@@ -143,7 +149,7 @@ class RollbackGuard:
     ) -> _WatchedModel:
         """Begin to watch versions that have got a share or have become current, and end for others."""
         with self._lock:
-            model = self._models.setdefault(name, _WatchedModel(names.current))
+            model = self._model(name, names)
         versions = {}
         if names.current != model.current:
             if not _goes_back(model, names):
@@ -167,6 +173,14 @@ class RollbackGuard:
             )
         model.versions = versions
         return model
+
+    def _model(self, name: str, names: VersionNames) -> _WatchedModel:
+        if name not in self._models:
+            model = self._models[name] = _WatchedModel(names.current)
+            if (switch := self._switch_before_start(name)) is not None:
+                since = self._now() - switch.ago_s
+                model.versions[names.current] = _Watched(since, 100.0, switch.previous, {})
+        return self._models[name]
 
     def _before(
         self, model: str, version: int, begin: float, end: float

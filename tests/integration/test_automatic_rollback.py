@@ -107,7 +107,8 @@ class Clients:
 
 @contextmanager
 def serving(folder, workers):
-    write(folder / "models")
+    if not (folder / "models").exists():
+        write(folder / "models")
     models = {"serve": {"clicks": {"version": 1}}}
     with start_hps(folder, limits={"workers": workers}, models=models) as hps:
         server = Server(hps, None, None, folder / "models")
@@ -185,6 +186,20 @@ def test_a_bad_switch_goes_back(served):
     assert {*clients.versions[-100:]} == {1}
     post(server, "load", version=4)  # the operator insists: it is watched again
     until(lambda: listed(server)["1"]["current"], timeout_s=60)
+
+
+def test_a_bad_switch_goes_back_after_a_restart(tmp_path):
+    with serving(tmp_path, 0) as (server, clients):
+        post(server, "traffic", rollback=BOUNDS)
+        post(server, "load", version=2)
+        clients.more(10)
+        assert listed(server)["2"]["current"]
+    with serving(tmp_path, 0) as (server, clients):
+        assert listed(server)["2"]["current"]
+        clients.odd = True
+        until(lambda: rolled_back(server, 2), timeout_s=60)
+        assert listed(server)["1"]["current"]
+        assert counted_rollbacks(server)["errors"] == 1
 
 
 def test_a_good_version_stays(tmp_path):

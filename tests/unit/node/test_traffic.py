@@ -13,7 +13,7 @@ from hps.errors import BadRequest, ConfigError, NotFound
 from hps.node.traffic_split import TrafficSplit, input_text, value_text
 from hps.node.version_choice import FILE_NAME, VersionChoice
 from hps.observability import metric_names as m
-from tests.support.waiting import PATIENT_GUARD
+from tests.support.waiting import PATIENCE_S, PATIENT_GUARD
 from tests.unit.node.test_versions import served, value, write
 
 KEYS = [f"user-{number}" for number in range(20_000)]
@@ -257,7 +257,7 @@ def test_files_of_other_releases_are_read(settings, tmp_path):
         node.switch("words", 2)
     path = tmp_path / "db" / FILE_NAME
     found = json.loads(path.read_text())
-    for name in ("traffic", "rolled_back"):
+    for name in ("traffic", "rolled_back", "switched_at"):
         del found["models"]["words"]["choice"][name]
     path.write_text(json.dumps(found))
     with hps.open(settings) as node:
@@ -299,3 +299,18 @@ def test_the_current_version_is_replaced_by_the_previous(node):
     assert node.control.traffic.choice("words").follows is False
     node.switch("words", 2)
     assert node.models.names["words"].rolled_back == {}
+
+
+def test_a_switch_is_known_after_a_restart(settings):
+    with hps.open(settings) as node:
+        node.switch("words", 2)
+        assert node.control.traffic.switch_before_start("words") is None  # of this run
+    with hps.open(settings) as node:
+        switch = node.control.traffic.switch_before_start("words")
+        assert switch.previous == 3
+        assert 0 <= switch.ago_s < PATIENCE_S
+        assert node.control.traffic.roll_back("words", 2, "errors", "2 % failed") == 3
+        assert node.control.traffic.switch_before_start("words") is None
+    with hps.open(settings) as node:  # a version that was gone back to is no new one
+        assert value(node) == 3
+        assert node.control.traffic.switch_before_start("words") is None

@@ -8,6 +8,7 @@ import pytest
 
 from hps.config.traffic_settings import RollbackBounds, TrafficRule
 from hps.node.served_versions import VersionNames
+from hps.node.version_choice import RecentSwitch
 from services.frontend.rollback_guard import RollbackGuard
 from services.frontend.version_bounds import stability_index, violation
 from services.frontend.version_watch import (
@@ -92,13 +93,15 @@ def test_counts_of_processes_add_up():
 class Node:
     """What the guard sees of a server; `watch` gives counts of one second."""
 
-    def __init__(self, rule, current=1):
+    def __init__(self, rule, current=1, switch_before_start=None):
         self.now, self.rolled, self._counts = 0.0, [], {}
         self.all_entries = [
             SimpleNamespace(name="m", served=SimpleNamespace(version=v)) for v in (1, 2)
         ]
         self.set(rule, current)
-        self.guard = RollbackGuard(self, self._roll_back, lambda: self.now)
+        self.guard = RollbackGuard(
+            self, self._roll_back, lambda _name: switch_before_start, lambda: self.now
+        )
 
     def set(self, rule, current=1, rolled_back=None):
         self.names = {"m": VersionNames(current, {}, rule, rolled_back or {})}
@@ -161,6 +164,23 @@ def test_going_back_by_hand_is_not_watched():
     node.set(rule(), current=1)
     for _ in range(3):
         node.second(v1=counts(300))
+    assert node.rolled == []
+
+
+@pytest.mark.parametrize(("ago_s", "is_watched"), [(20, True), (70, False)])
+def test_a_switch_before_a_restart_is_watched(ago_s, is_watched):
+    node = Node(rule(), current=2, switch_before_start=RecentSwitch(1, ago_s))
+    node.second(v2=counts(300, shift=2))  # there is nothing to compare scores with
+    assert node.rolled == []
+    node.second(v2=counts(300, failures=60))
+    assert node.rolled == ([("m", 2, "errors")] if is_watched else [])
+
+
+def test_going_back_by_hand_after_a_restart_is_not_watched():
+    node = Node(rule(), current=2, switch_before_start=RecentSwitch(1, 20))
+    node.second(v2=counts(300))
+    node.set(rule(), current=1)
+    node.second(v1=counts(300, failures=60))
     assert node.rolled == []
 
 
