@@ -43,6 +43,17 @@ def hidden_folder(model: Path, version: int) -> Iterator[Path]:
             model.rmdir()
 
 
+@contextmanager
+def locked_model(model: Path) -> Iterator[None]:
+    """Exclude other writers of a model's folder while a version gets its name."""
+    lock = os.open(model, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
 def _locked_folder(model: Path, version: int) -> tuple[Path, int]:
     """Make a hidden folder and lock it; another writer may take a new one for a leftover before that."""
     while True:

@@ -35,6 +35,7 @@ from hps.models.staging import (
     fsync_all,
     fsync_path,
     hidden_folder,
+    locked_model,
     make_folder,
     publish_version,
     write_atomically,
@@ -74,8 +75,6 @@ def write_version(
     _check_contents(spec, tables, dense)
     _check_version(model, spec, version, replace=replace, replace_spec=replace_spec)
     shared = find_base(model, version, base)
-    # A writer that is killed at its last step leaves a version without a ``model.yaml``.
-    described = (model / SPEC_FILE).is_file()
     make_folder(model)
     clean_leftovers(model)
     final = model / str(version)
@@ -97,8 +96,12 @@ def write_version(
         if mapped:
             write_mapped_files(folder, spec, manifest)
         finish_version(folder, manifest)
-        publish_version(folder, final, replace=replace or not described)
-        write_spec(model, spec)
+        with locked_model(model):  # another writer may have made the model meanwhile
+            _check_spec(model, spec, replace_spec=replace_spec)
+            # A writer that is killed at its last step leaves a version without a ``model.yaml``.
+            described = (model / SPEC_FILE).is_file()
+            publish_version(folder, final, replace=replace or not described)
+            write_spec(model, spec)
     return final
 
 
@@ -163,9 +166,15 @@ def _check_version(
         raise ModelError(
             f"{model / str(version)} exists; take another version number, or replace it (--replace)"
         )
-    if described and not replace_spec and load_model_spec(model / SPEC_FILE) != spec:
+    _check_spec(model, spec, replace_spec=replace_spec)
+
+
+def _check_spec(model: Path, spec: ModelSpec, *, replace_spec: bool) -> None:
+    """Raise ModelError if ``model.yaml`` has other contents and may not be replaced."""
+    path = model / SPEC_FILE
+    if path.is_file() and not replace_spec and load_model_spec(path) != spec:
         raise ModelError(
-            f"{model / SPEC_FILE} differs from the description of this version; versions of a model "
+            f"{path} differs from the description of this version; versions of a model "
             "share it. Adopt it, take another model name, or replace it (--replace-spec)"
         )
 

@@ -148,6 +148,27 @@ class TestExisting:
             make_version(2, tables={"users": slow(), "items": iter(())})
         assert Repository(tmp_path / "models").open("ctr", 2).tables["users"].rows == 30
 
+    def test_second_of_two_first_writers_fails(self, tmp_path, make_version):
+        """Neither had found a ``model.yaml``; the second must not take the first's version for a leftover."""
+
+        def slow():
+            make_version(2, n=30)
+            yield np.arange(1), np.ones((1, 4))
+
+        with pytest.raises(ModelError, match="written by another process meanwhile"):
+            make_version(2, tables={"users": slow(), "items": iter(())})
+        assert Repository(tmp_path / "models").open("ctr").tables["users"].rows == 30
+
+    def test_description_of_the_first_writer_stays(self, tmp_path, make_version, make_spec):
+        def slow():
+            make_version(1)
+            yield np.arange(1), np.ones((1, 4))
+
+        other = make_spec(users=4, items=16)
+        with pytest.raises(ModelError, match=r"model.yaml differs"):
+            make_version(2, spec=other, tables={"users": slow(), "items": iter(())})
+        assert Repository(tmp_path / "models").versions("ctr") == [1]
+
 
 class TestLeftovers:
     def test_leftovers_of_a_dead_writer_are_removed(self, make_version):
