@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -170,6 +171,7 @@ def plan(options: PlanOptions) -> None:
 
     if options.no_latency and (options.calibration or options.save_calibration):
         raise ConfigError("--no-latency measures nothing; remove it, or the calibration")
+    _require_writable(options)
     report = make_report(options)
     if options.plot is not None:
         save_chart(options.plot, f"{report.model.name}: hit rate by size", chart_lines(report))
@@ -179,6 +181,15 @@ def plan(options: PlanOptions) -> None:
         options.report(report.as_json(), lambda _: None)
     else:
         show(report, options.price.prices())
+
+
+def _require_writable(options: PlanOptions) -> None:
+    """Raise ConfigError before the work for a file that cannot be written after it."""
+    for name in ("save_trace", "save_calibration", "plot", "yaml"):
+        path: Path | None = getattr(options, name)
+        if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+            option_name = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option_name} {path}: {path.parent} is not a folder to write into")
 
 
 def make_report(options: PlanOptions) -> PlanReport:

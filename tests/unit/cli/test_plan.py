@@ -216,6 +216,14 @@ def test_plot_is_svg(tmp_path, trace):
     assert chart.size_label(2_500) == "2.5 kB"
 
 
+@pytest.mark.parametrize("option", ["--plot", "--yaml", "--save-calibration", "--save-trace"])
+def test_file_that_cannot_be_written_is_reported_before_the_work(tmp_path, trace, option):
+    path = tmp_path / "gone/out.svg"
+    done = run(trace, *TABLES, option, path)
+    assert done.exit_code == 2
+    assert f"error: {option} {path}: {path.parent} is not a folder to write into" in done.stderr
+
+
 def test_png_without_matplotlib_names_the_extra(tmp_path, trace, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     done = run(trace, *TABLES, "--no-latency", "--plot", tmp_path / "curves.png")
