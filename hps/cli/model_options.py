@@ -167,7 +167,10 @@ def _check_alone(dense: Path) -> None:
     from hps.dense.onnx import OnnxModel
 
     with TemporaryDirectory() as folder:
-        copy = Path(shutil.copy(dense, folder))
+        try:
+            copy = Path(shutil.copy(dense, folder))
+        except OSError as error:
+            raise ModelError(f"dense part {dense}: {error.strerror}") from None
         try:
             OnnxModel(copy, "cpu").close()
         except ModelError as error:

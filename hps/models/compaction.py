@@ -64,7 +64,7 @@ def compact_version(
 
     ``store`` may be open in another process; what that writes meanwhile is left to the streams. ``version``:
     by default the next one. Returns the new folder, which appears complete or not at all. Raises ModelError,
-    also if nothing was written since, TierError and OSError."""
+    also if nothing was written since, and TierError."""
     if opened.manifest is None:
         raise ModelError(f"{opened.folder} has no manifest.json: import the version first")
     base = BaseVersion(opened.folder, opened.manifest)

@@ -32,10 +32,16 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 def hidden_folder(model: Path, version: int) -> Iterator[Path]:
     """Make a locked folder ``.import-<version>-<random>``; remove it at the end unless it was renamed.
 
-    Also removes the model's folder if that is empty then."""
+    Also removes the model's folder if that is empty then. Converts OSError, such as of a full disk, to
+    ModelError."""
     folder, lock = _locked_folder(model, version)
     try:
         yield folder
+    except OSError as error:
+        file = f" ({error.filename})" if error.filename else ""
+        raise ModelError(
+            f"writing a version into {model} failed: {error.strerror or error}{file}"
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)

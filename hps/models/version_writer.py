@@ -282,11 +282,12 @@ def write_dense(path: Path, dense: Path | bytes) -> FileEntry:
             out.write(memoryview(dense))
         else:
             try:
-                with dense.open("rb") as source:
-                    while block := source.read(1 << 20):
-                        out.write(memoryview(block))
+                source = dense.open("rb")
             except OSError as error:
                 raise ModelError(f"dense part {dense}: {error.strerror}") from error
+            with source:
+                while block := source.read(1 << 20):
+                    out.write(memoryview(block))
     return out.entry()
 
 

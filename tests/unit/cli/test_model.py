@@ -243,6 +243,12 @@ class TestInspect:
         run("import", npz, "-r", models, "-n", "words", "-t", "w=u.weight")
         return models
 
+    def test_missing_network_is_not_published(self, tmp_path, imported):
+        gone = tmp_path / "gone.onnx"
+        result = run("publish", "ctr", "-r", imported, "--dense", gone)
+        assert result.exit_code == 2
+        assert result.stderr == f"error: dense part {gone}: No such file or directory\n"
+
     def test_models_of_the_repository_are_listed(self, imported):
         result = run("inspect", "-r", imported)
         assert [line.split() for line in result.stdout.splitlines()] == [

@@ -185,7 +185,7 @@ def test_failed_compaction_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(compaction, "link_file", fail)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(ModelError, match="models/m failed: No space"):
         served.compact(1)
     assert sorted(each.name for each in (tmp_path / "models/m").iterdir()) == ["1", "model.yaml"]
     assert served.rows(1, "db") == expected(FIRST)

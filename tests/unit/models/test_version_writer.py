@@ -12,6 +12,7 @@ from hps.config.model_schema import ModelSpec
 from hps.errors import ModelError
 from hps.models import staging
 from hps.models.check import check_version
+from hps.models.checksummed_file import ChecksummedFile
 from hps.models.repository import Repository
 from hps.models.staging import clean_leftovers
 from hps.models.version_writer import write_version
@@ -43,6 +44,16 @@ def test_folder_that_cannot_be_made_is_an_error(tmp_path, make_spec):
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match=r"cannot make the folder .*file/m: Not a directory"):
         write_version(tmp_path / "file", make_spec("m", t=3), 1, {"t": iter(())})
+
+
+def test_full_disk_is_an_error_and_leaves_nothing(tmp_path, make_spec, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ChecksummedFile, "write", fail)
+    with pytest.raises(ModelError, match=r"writing a version into .*/m failed: No space left"):
+        write_version(tmp_path, make_spec("m", t=1), 1, {"t": (np.arange(1), np.ones((1, 1)))})
+    assert not (tmp_path / "m").exists()
 
 
 def test_empty_table_is_written(tmp_path, make_spec):
