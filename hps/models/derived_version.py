@@ -10,7 +10,7 @@ from typing import Any
 from hps.config.model_file import load_model_spec
 from hps.errors import ModelError
 from hps.models.manifest import DENSE_FILE, TABLES_FOLDER, Manifest, manifest_time
-from hps.models.repository import SPEC_FILE, open_version
+from hps.models.repository import SPEC_FILE, check_version_number, open_version
 from hps.models.staging import clean_leftovers, hidden_folder, publish_version
 from hps.models.table_sharing import Base, find_base, link_table
 from hps.models.version_writer import finish_version, write_dense
@@ -77,6 +77,7 @@ def next_version_folder(model: Path, version: int | None) -> Iterator[tuple[Path
 
     The next number is taken when the version is complete, and the one after it if another process is faster.
     Raises ModelError if ``version`` exists."""
+    check_version_number(version or _next(model))
     if version is not None and (model / str(version)).exists():
         raise ModelError(f"{model / str(version)} exists; take another version number")
     clean_leftovers(model)

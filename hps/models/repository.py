@@ -36,6 +36,7 @@ from hps.threads import rest
 from hps.types import EmbeddingTable, MissPolicy
 
 SPEC_FILE = "model.yaml"
+MAX_VERSION = 10**18 - 1
 _NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")
 
 
@@ -226,6 +227,12 @@ class Repository:
             there = ", ".join(self.names()) or "none"
             raise NotFound(f"no model '{name}' in {self.root} (models: {there})")
         return folder
+
+
+def check_version_number(version: int) -> None:
+    """Raise ModelError for a number that `Repository.versions` would not list."""
+    if not 1 <= version <= MAX_VERSION:
+        raise ModelError(f"version must be from 1 to {MAX_VERSION:,}, found {version}")
 
 
 def open_without_rows(folder: Path, version: int, spec: ModelSpec) -> ModelVersion:

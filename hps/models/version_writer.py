@@ -29,7 +29,7 @@ from hps.models.manifest import (
     write_manifest,
 )
 from hps.models.mapped_file import MAPPED_FILE, MappedOptions, write_mapped
-from hps.models.repository import SPEC_FILE, ModelVersion
+from hps.models.repository import SPEC_FILE, ModelVersion, check_version_number
 from hps.models.staging import (
     clean_leftovers,
     fsync_all,
@@ -159,8 +159,7 @@ def _check_version(
     model: Path, spec: ModelSpec, version: int, *, replace: bool, replace_spec: bool
 ) -> None:
     """Raise ModelError unless the version can be written next to those in the folder ``model``."""
-    if version < 1:
-        raise ModelError(f"version must be 1 or more, found {version}")
+    check_version_number(version)
     described = (model / SPEC_FILE).is_file()
     if described and (model / str(version)).exists() and not replace:
         raise ModelError(

@@ -156,6 +156,8 @@ def test_network_alone_is_a_version(tmp_path):
     ]
     with pytest.raises(ModelError, match="m/2 exists"):
         write_dense_version(tmp_path, "m", b"newer", version=2)
+    with pytest.raises(ModelError, match="version must be from 1 to 999,999,999,999,999,999"):
+        write_dense_version(tmp_path, "m", b"newer", version=10**18)
     with pytest.raises(ModelError, match="has no model 'other'"):
         write_dense_version(tmp_path, "other", b"newer")
     (tmp_path / "m/1/tables/users/key").unlink()

@@ -56,6 +56,13 @@ def test_full_disk_is_an_error_and_leaves_nothing(tmp_path, make_spec, monkeypat
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.parametrize("version", [-1, 0, 10**18])
+def test_version_that_would_not_be_listed_is_rejected(tmp_path, make_spec, version):
+    with pytest.raises(ModelError, match=f"from 1 to 999,999,999,999,999,999, found {version}"):
+        write_version(tmp_path, make_spec("m", t=3), version, {"t": iter(())})
+    assert not (tmp_path / "m").exists()
+
+
 def test_empty_table_is_written(tmp_path, make_spec):
     write_version(tmp_path, make_spec("m", t=3), 1, {"t": iter(())})
     assert Repository(tmp_path).open("m").tables["t"].rows == 0
