@@ -90,7 +90,7 @@ def plan_rows_for_new_model(
         return plan, ""
     fraction = left / wanted
     warning = (
-        f"the model gets {100 * fraction:.0f} % of the CPU cache capacity that a start would give it: "
+        f"the model gets {int(100 * fraction)} % of the CPU cache capacity that a start would give it: "
         "other models and versions hold the rest of tiers.cpu_cache.capacity_bytes; the next start "
         "divides it again"
     )

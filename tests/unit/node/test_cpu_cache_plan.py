@@ -66,6 +66,13 @@ def test_warning_is_about_the_capacity_that_a_start_would_give():
     assert re.match("the model gets 1[0-9] % of the CPU cache capacity that a start", warning)
 
 
+def test_warning_does_not_round_up_to_all():
+    chosen = settings({"capacity_bytes": 200_000 * SLOT})
+    rows = {ONE: 100_000, OTHER: 100_000}
+    _, warning = plan_rows_for_new_model(chosen, rows, [OTHER], {ONE: 100_200})
+    assert warning.startswith("the model gets 99 % of the CPU cache capacity")
+
+
 def test_table_is_kept_out_by_its_rows_only():
     assert is_cached(settings(), ONE)
     assert not is_cached(settings(cache_rows=0), ONE)
