@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from hps.errors import BadRequest, HpsError, NotFound, Unavailable
+from hps.errors import BadRequest, HpsError, ModelError, NotFound, Unavailable
 from hps.models.repository import ModelVersion, Repository, check_unchanged
 from hps.node.node import Node
 from hps.node.served_versions import LATEST, check_label
@@ -301,6 +301,8 @@ class ModelControl:
         except NotFound as error:
             root = str(self.repository.location)
             raise NotFound(str(error).replace(root, "the model repository")) from None
+        except OSError as error:
+            raise ModelError(f"cannot read {error.filename}: {error.strerror}") from error
 
     @contextmanager
     def _change(self) -> Iterator[None]:

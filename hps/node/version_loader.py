@@ -104,7 +104,7 @@ class VersionLoader:
         undo.callback(self._release_metrics, model)
         times.end("request paths")
         rest()
-        return LoadedModel(model, served, own, warning)
+        return LoadedModel(model, served, own, "; ".join(filter(None, (*found.warnings, warning))))
 
     def free(self, model: OpenedModel) -> None:
         """Free a version's part of the caches, and its metrics."""

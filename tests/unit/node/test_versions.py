@@ -13,6 +13,7 @@ import hps
 from hps.config import load_config
 from hps.config.model_schema import ModelSpec
 from hps.errors import BadRequest, ModelError, NotFound, Unavailable
+from hps.models.repository import Repository
 from hps.models.version_writer import write_version
 from hps.node.model_opening import version_openers
 from hps.node.version_choice import FILE_NAME
@@ -380,6 +381,26 @@ def test_removed_versions_are_unloaded_but_never_the_last_one(watching, reposito
         shutil.rmtree(repository / "words" / str(version))
     until(lambda: "was removed from the repository" in str(node.status()["warnings"]))
     assert value(node) in (1, 2)
+
+
+def test_load_warns_of_a_version_without_a_manifest(node, repository, caplog):
+    (repository / "words/2/manifest.json").unlink()
+    node.load("words", 2)
+    warning = "words/2 has no manifest.json: contents cannot be verified"
+    assert warning in caplog.text
+    assert warning in str(node.status()["warnings"])
+    node.load("words", 1)
+    assert warning not in str(node.status()["warnings"])
+
+
+def test_version_that_cannot_be_read_is_rejected_with_the_reason(node, monkeypatch):
+    def fail(*_):
+        raise PermissionError(13, "Permission denied", "words/2/manifest.json")
+
+    monkeypatch.setattr(Repository, "open", fail)
+    with pytest.raises(ModelError, match=r"cannot read words/2/manifest\.json: Permission denied"):
+        node.load("words", 2)
+    assert value(node) == 3
 
 
 def test_loading_a_changed_version_is_still_rejected(node, repository):
