@@ -30,7 +30,7 @@ class CompactOptions(ReportOptions):
     """The node's configuration."""
     overrides: SetOption = None
     base: int | None = option(None, min=1)
-    """The version over which rows were written; default: the one that a start serves."""
+    """The version over which rows were written; default: the one that a start makes current."""
     version: int | None = option(None, "--version", "-v", min=1)
     """The new version; default: the next one."""
 
@@ -53,6 +53,7 @@ def compact_model(
     from hps.cli.progress import ConsoleProgress
     from hps.models.compaction import compact_version
     from hps.models.repository import Repository
+    from hps.node.version_choice import ChoiceFile
     from hps.tiers.mapped import MappedTier
 
     models = configuration.settings.models
@@ -62,6 +63,8 @@ def compact_model(
             "copy the version there, name it by --set models.repository=DIR, and publish the result with "
             "hps model publish --to"
         )
+    if base is None and (choice := ChoiceFile(configuration.settings).choices().get(model)):
+        base = choice.current  # chosen at run time
     override = (models.serve or {}).get(model)
     opened = Repository(models.repository).open(model, base, override)
     with open_store(configuration, TierName.rocksdb) as store:

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hps.cli.main import app
+from hps.config import load_config
 from hps.config.model_schema import ModelSpec
 from hps.errors import ModelError
 from hps.models import compaction
@@ -17,6 +18,7 @@ from hps.models.delta_files import DeltaFiles
 from hps.models.loader import load_tables
 from hps.models.repository import Repository
 from hps.models.version_writer import write_version
+from hps.node.version_choice import ChoiceFile, VersionChoice
 from hps.tiers.mapped import MappedTier
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.types import NoProgress, version_now
@@ -222,3 +224,7 @@ def test_command(tmp_path):
     result = invoke("model", "publish", "m", "--with-updates", config)
     assert "Published m/3" in result.stdout
     assert served.rows(3, "other") == expected(FIRST, SECOND)
+    # The node was switched back, so that is the version with updates worth keeping.
+    ChoiceFile(load_config(config).settings).write("m", VersionChoice(1))
+    report = json.loads(invoke("store", "compact", "m", "-c", config, "-o", "json").stdout)
+    assert (report["version"], report["base"]) == (4, 1)
