@@ -32,7 +32,7 @@ Examples:
 class PublishModelOptions(ReportOptions):
     name: str = argument()
     """The model."""
-    to: RepositoryLocation | None = repository_option(None, "--to")
+    to: RepositoryLocation | None = repository_option(None, "--to", metavar="URI")
     """The remote repository to publish to, for example s3://bucket/models."""
     dense: Path | None = option(None, metavar="FILE")
     """Make a version with this network and the tables of the base first."""

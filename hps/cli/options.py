@@ -37,9 +37,9 @@ else:
     RepositoryLocation = str  # Typer takes no unions; `repository_option` parses the text
 
 
-def repository_option(default: Any, *flags: str) -> Any:
+def repository_option(default: Any, *flags: str, metavar: str = "DIR|URI") -> Any:
     """An option that takes the folder of a model repository, or the URI of a remote one."""
-    return option(default, *flags, metavar="DIR|URI", parser=_parse_location)
+    return option(default, *flags, metavar=metavar, parser=_parse_location)
 
 
 def location_argument(default: Any) -> Any:

@@ -243,6 +243,12 @@ class TestInspect:
         run("import", npz, "-r", models, "-n", "words", "-t", "w=u.weight")
         return models
 
+    def test_version_is_published_to_a_uri_only(self, tmp_path, imported):
+        assert "--to URI " in run("publish", "--help").stdout
+        result = run("publish", "ctr", "-r", imported, "--to", tmp_path / "other")
+        assert result.exit_code == 2
+        assert "other is a folder; publish to a URI such as s3://" in result.stderr
+
     def test_missing_network_is_not_published(self, tmp_path, imported):
         gone = tmp_path / "gone.onnx"
         result = run("publish", "ctr", "-r", imported, "--dense", gone)
