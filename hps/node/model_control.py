@@ -26,7 +26,7 @@ from hps.node.served_versions import LATEST, check_label
 from hps.node.traffic_control import TrafficControl, require_unnamed
 from hps.node.version_choice import VersionChoice, first_choice, policy_of
 from hps.node.version_loader import NodeParts
-from hps.node.version_switcher import VersionSwitcher
+from hps.node.version_switcher import Decide, VersionSwitcher
 from hps.node.warm_up import beside_requests
 from hps.observability import metric_names as m
 from hps.threads import rest
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 class ModelControl:
     """Changes the served versions of one open node.
 
-    Any thread may call it; changes run one at a time."""
+    Any thread may call it. Loads run one at a time; other changes do not wait for them."""
 
     def __init__(
         self, parts: NodeParts, node: Node, switcher: VersionSwitcher, repository: Repository
@@ -47,7 +47,7 @@ class ModelControl:
         self._node = node
         self._switcher = switcher
         self.repository = repository
-        self.traffic = TrafficControl(node, switcher, self._change_of, self.rollback)
+        self.traffic = TrafficControl(node, switcher, self._change, self.rollback)
         self._listed: dict[str, list[int]] = {}
         self.problems: Mapping[str, str] = {}
         """Versions of a watched repository that could not be served, by model."""
@@ -108,28 +108,31 @@ class ModelControl:
         when the update streams do not catch up, here or in a Redis that other processes feed; nothing
         has changed then."""
         labelled = [check_label(each) for each in labels]
-        with self._change(), self._count_failures(name):
+        with self._loading(), self._count_failures(name):
             found = self._open_version(name, version)
             rest()
             if (served := self._switcher.served(name, found.version)) is not None:
                 check_unchanged(self._switcher.opened_model(served).version, found)
-            former = self._switcher.choices.get(name)
-            choice = self._loaded_choice(former, found, version is None, switch=switch)
-            choice = replace(
-                choice, labels={**choice.labels, **dict.fromkeys(labelled, found.version)}
-            )
-            self._switcher.apply(name, choice, "load", found, progress)
+            follows = version is None or self._is_newest(found)
+
+            def loaded(former: VersionChoice | None) -> VersionChoice:
+                choice = self._loaded_choice(former, found, follows=follows, switch=switch)
+                given = dict.fromkeys(labelled, found.version)
+                return replace(choice, labels={**choice.labels, **given})
+
+            self._switcher.apply(name, loaded, "load", found, progress)
             return found.version
 
+    def _is_newest(self, found: ModelVersion) -> bool:
+        with suppress(Unavailable):  # it was opened from the cache of downloads
+            return found.version >= max(self.repository.complete(found.name), default=0)
+        return True
+
     def _loaded_choice(
-        self, former: VersionChoice | None, found: ModelVersion, is_default: bool, *, switch: bool
+        self, former: VersionChoice | None, found: ModelVersion, *, follows: bool, switch: bool
     ) -> VersionChoice:
         """The choice of a model once ``found`` is loaded."""
         number = found.version
-        newest = number
-        with suppress(Unavailable):  # it was opened from the cache of downloads
-            newest = max(self.repository.complete(found.name), default=number)
-        follows = is_default or number >= newest
         if former is None:
             return replace(first_choice(self._settings, found.name, number), follows=follows)
         if not switch:
@@ -145,13 +148,12 @@ class ModelControl:
         """Stop serving a model, or one version of it. Rows stay in the stores.
 
         Raises ``NotFound``, and ``BadRequest`` for the current version while others are served."""
-        with self._change():
+
+        def unloaded(choice: VersionChoice) -> VersionChoice | None:
             found = self._node.models.find(name, version)
             others = [each for each in self._node.models.of(name) if each is not found]
             if version in (None, "") or not others:
-                self._switcher.apply(name, None, "unload")
-                return
-            choice = self._switcher.choices[name]
+                return None
             if found.version == choice.current:
                 raise BadRequest(
                     f"version {found.version} is the current one of model '{name}'; switch to another one "
@@ -163,16 +165,18 @@ class ModelControl:
                     "another version, or remove it first"
                 )
             require_unnamed(name, choice, str(found.version))
-            self._switcher.apply(name, choice.without({found.version}), "unload")
+            return choice.without({found.version})
+
+        self._change(name, unloaded, "unload")
 
     def label(self, name: str, label: str, version: str | int | None) -> None:
         """Give a served version a label, in place of the version that has it; None: remove the label.
 
         Raises ``BadRequest`` for an invalid label, and ``NotFound``."""
         check_label(label)
-        with self._change():
+
+        def labelled(choice: VersionChoice) -> VersionChoice:
             number = self._node.models.find(name, version).version
-            choice = self._switcher.choices[name]
             labels = {each: n for each, n in choice.labels.items() if each != label}
             if version is None:
                 if label not in choice.labels:
@@ -182,45 +186,57 @@ class ModelControl:
                 labels[label] = number
             # The version stays served without the label, until it is unloaded.
             kept = set(choice.labels.values()) - {choice.current}
-            self._switcher.apply(
-                name, replace(choice, labels=labels, pinned=choice.pinned | kept), "label"
-            )
+            return replace(choice, labels=labels, pinned=choice.pinned | kept)
+
+        self._change(name, labelled, "label")
 
     def switch(self, name: str, version: str | int) -> int:
         """Make a served version the current one, by its number or label; returns its number.
 
         ``latest``: the highest served one, and from then on newer ones of a watched repository. Raises
         ``NotFound``, or ``Unavailable`` as `load`."""
-        with self._change():
-            number = self._node.models.find(name, version).version
-            follows = version == LATEST
-            choice = self._switcher.choices[name].switched(number, follows=follows)
-            self._switcher.apply(name, self._in_policy(name, choice), "switch")
-            return number
+        number, follows = self._node.models.find(name, version).version, version == LATEST
+
+        def switched(choice: VersionChoice) -> VersionChoice:
+            return self._in_policy(name, choice.switched(number, follows=follows))
+
+        self._change(name, switched, "switch")
+        return number
 
     def rollback(self, name: str, progress: Progress | None = None, *, automatic: str = "") -> int:
         """Make the previous version the current one again; returns its number.
 
-        It is ready for `models.rollback_s` after the switch, and loaded again later. ``automatic``: why
-        the node itself goes back, noted for the version that is replaced. Raises ``NotFound`` if there is no
-        previous version, and as `load`."""
-        with self._change(), self._count_failures(name):
-            self._node.models.find(name)
-            choice = self._switcher.choices[name]
-            number = choice.previous
-            if number is None:
-                raise NotFound(f"model '{name}' has no previous version to roll back to")
-            found = None
-            if self._switcher.served(name, number) is None:
-                found = self._open_version(name, number)
-            replaced = choice.current
+        It is ready for `models.rollback_s` after the switch, also while a version is loaded, and loaded
+        again later. ``automatic``: why the node itself goes back, noted for the version that is replaced.
+        Raises ``NotFound`` if there is no previous version, ``Unavailable`` if another one has become
+        current meanwhile, and as `load`."""
+        self._node.models.find(name)
+        present = self._switcher.choices.get(name)
+        if present is None or (number := present.previous) is None:
+            raise NotFound(f"model '{name}' has no previous version to roll back to")
+
+        def rolled_back(choice: VersionChoice) -> VersionChoice:
+            if choice.current != present.current:
+                raise Unavailable(
+                    f"version {choice.current} of model '{name}' has become the current one meanwhile; "
+                    "nothing was rolled back"
+                )
             choice = self._in_policy(name, choice.switched(number, follows=False))
             choice = replace(choice, switched_at=0.0)  # it is no new version
             if automatic:
-                choice = choice.without_share({replaced}, automatic, matches=True)
-            reason = "automatic" if automatic else "rollback"
-            self._switcher.apply(name, choice, reason, found, progress)
-            return number
+                choice = choice.without_share({present.current}, automatic, matches=True)
+            return choice
+
+        reason = "automatic" if automatic else "rollback"
+        with self._count_failures(name):
+            if self._switcher.served(name, number) is not None:
+                self._change(name, rolled_back, reason)
+                return number
+            with self._loading():
+                found = self._open_version(name, number)
+                decide = self._of_served(name, rolled_back)
+                self._switcher.apply(name, decide, reason, found, progress)
+        return number
 
     def _in_policy(self, name: str, choice: VersionChoice) -> VersionChoice:
         """With the current version in place of the previous one, where the policy is the highest version."""
@@ -236,7 +252,7 @@ class ModelControl:
 
         Each version that could not be loaded is a problem of the model; the others are served. Versions
         whose folder was removed are unloaded, but never the last one. Raises the repository's errors."""
-        with self._change():
+        with self._loading():
             policy = policy_of(self._settings, name)
             choice, found = self._switcher.choices.get(name), frozenset(policy.select(published))
             problems = []
@@ -253,15 +269,16 @@ class ModelControl:
         self.set_problem(name, "; ".join(problems))
 
     def _follow_version(self, name: str, version: int, found: frozenset[int]) -> None:
-        choice = self._switcher.choices.get(name)
-        opened = self._open_version(name, version)
-        if choice is None:
-            choice = first_choice(self._settings, name, version)
-        else:
+        def followed(choice: VersionChoice | None) -> VersionChoice:
+            if choice is None:
+                return first_choice(self._settings, name, version)
             choice = replace(choice, by_policy=choice.by_policy | {version})
             if choice.follows and version == max(found) and version > choice.current:
                 choice = choice.switched(version, follows=True)
-        self._switcher.apply(name, choice, "watch", opened)
+            return choice
+
+        opened = self._open_version(name, version)
+        self._switcher.apply(name, followed, "watch", opened)
 
     def _drop_removed(self, name: str, found: frozenset[int]) -> list[str]:
         """Stop serving versions that the policy does not choose, or that the repository has no more."""
@@ -269,20 +286,23 @@ class ModelControl:
         if choice is None:
             return []
         present = self.repository.versions(name)
-        served = {each.version for each in self._node.models.of(name)}
-        gone, problems = served - set(present), []
-        if served <= gone:
+        gone = {each.version for each in self._node.models.of(name)} - set(present)
+        if {each.version for each in self._node.models.of(name)} <= gone:
             return [f"version {choice.current} was removed from the repository, and is served on"]
-        if choice.current in gone:
-            choice = choice.switched(max(served - gone), follows=choice.follows)
-        by_policy = frozenset(found & served) or choice.by_policy
-        if choice.current not in choice.pinned and not choice.follows:
-            by_policy |= {choice.current}
-        choice = replace(choice, by_policy=by_policy)
+
+        def without_gone(choice: VersionChoice) -> VersionChoice:
+            served = {each.version for each in self._node.models.of(name)}
+            if choice.current in gone:
+                choice = choice.switched(max(served - gone), follows=choice.follows)
+            by_policy = frozenset(found & served) or choice.by_policy
+            if choice.current not in choice.pinned and not choice.follows:
+                by_policy |= {choice.current}
+            return replace(choice, by_policy=by_policy).without(gone)
+
+        self._change(name, without_gone, "watch")
         if removed := sorted({*choice.labels.values()} & gone):
-            problems.append(f"version {removed} with labels was removed from the repository")
-        self._switcher.apply(name, choice.without(gone), "watch")
-        return problems
+            return [f"version {removed} with labels was removed from the repository"]
+        return []
 
     def set_problem(self, name: str, problem: str) -> None:
         """Record why versions of a watched model are not served, and log it once; empty: all are."""
@@ -305,18 +325,28 @@ class ModelControl:
             raise ModelError(f"cannot read {error.filename}: {error.strerror}") from error
 
     @contextmanager
-    def _change(self) -> Iterator[None]:
-        with self._switcher.turn:
+    def _loading(self) -> Iterator[None]:
+        """Wait for the turn to load versions."""
+        with self._switcher.loads:
             self._switcher.loader.require_open()
             with beside_requests(self._node.models):
                 yield
 
-    @contextmanager
-    def _change_of(self, name: str) -> Iterator[None]:
-        """`_change` of a served model. Raises NotFound."""
-        with self._change():
+    def _change(
+        self, name: str, decide: Callable[[VersionChoice], VersionChoice | None], reason: str
+    ) -> None:
+        """Serve what ``decide`` says of a served model, without a load. Raises NotFound."""
+        self._switcher.apply(name, self._of_served(name, decide), reason)
+
+    def _of_served(
+        self, name: str, decide: Callable[[VersionChoice], VersionChoice | None]
+    ) -> Decide:
+        def decide_of_served(choice: VersionChoice | None) -> VersionChoice | None:
             self._node.models.find(name)
-            yield
+            assert choice is not None
+            return decide(choice)
+
+        return decide_of_served
 
     @contextmanager
     def _count_failures(self, name: str) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Protocol
 
 from hps.config.traffic_settings import TrafficRule
@@ -29,11 +29,11 @@ class TrafficControl:
         self,
         node: Node,
         switcher: VersionSwitcher,
-        change: Callable[[str], AbstractContextManager[None]],
+        change: Callable[[str, Callable[[VersionChoice], VersionChoice], str], None],
         rollback: _Rollback,
     ) -> None:
-        """``change`` is entered for a change of a model; it raises NotFound. ``rollback``
-        makes the previous version the current one."""
+        """``change`` serves another choice of a model, as a function of the present one, for a reason; it
+        raises NotFound. ``rollback`` makes the previous version the current one."""
         self._node, self._switcher = node, switcher
         self._change, self._rollback = change, rollback
         self._at_start = dict(switcher.choices)
@@ -43,13 +43,13 @@ class TrafficControl:
         current one, never.
 
         Raises ``BadRequest`` for a version or label that is not served, and ``NotFound``."""
-        with self._change(name):
+
+        def ruled(choice: VersionChoice) -> VersionChoice:
             for reference in sorted(set() if rule is None else rule.references):
                 try:
                     self._node.models.find(name, reference)
                 except NotFound as error:
                     raise BadRequest(f"the traffic rule names '{reference}': {error}") from None
-            choice = self._switcher.choices[name]
             if rule is not None and (
                 given := choice.references_to({choice.current}) & {*rule.weights}
             ):
@@ -57,7 +57,9 @@ class TrafficControl:
                     f"version {min(given)} is the current one of model '{name}', which gets the requests "
                     "that the weights leave; give weights to other versions only"
                 )
-            self._switcher.apply(name, choice.with_traffic(rule), "traffic")
+            return choice.with_traffic(rule)
+
+        self._change(name, ruled, "traffic")
         log.info("model %s: traffic rule %s", name, "removed" if rule is None else rule.as_json())
 
     def choice(self, name: str) -> VersionChoice | None:
@@ -86,11 +88,11 @@ class TrafficControl:
             with suppress(NotFound):  # unloaded meanwhile
                 self._rollback(name, automatic=detail)
         else:
-            with self._change(name):
-                changed = self._switcher.choices[name].without_share(
-                    {version}, detail, matches=True
-                )
-                self._switcher.apply(name, changed, "automatic")
+            self._change(
+                name,
+                lambda choice: choice.without_share({version}, detail, matches=True),
+                "automatic",
+            )
         after = self.choice(name)
         if after is None or version not in after.rolled_back:
             return None

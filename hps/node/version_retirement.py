@@ -71,21 +71,21 @@ class ReplacedVersion:
 class VersionRetirement:
     """Retirement of one node's versions, on a thread.
 
-    Callers of `retire` must hold ``turn``, under which no version is loaded or unloaded; ``needed``
-    returns the versions of a model that are served, or that a rollback would serve."""
+    One thread at a time may call `retire`. No version is loaded while ``loads`` is held. ``needed`` returns
+    the versions of a model that are served, or that a rollback would serve."""
 
     def __init__(
         self,
         stores: NodeStores,
         free_caches: Callable[[OpenedModel], None],
         needed: Callable[[str], Collection[int]],
-        turn: threading.Lock,
+        loads: threading.Lock,
     ) -> None:
         """``free_caches`` removes a model's tables from the caches, and its metrics."""
         self._stores = stores
         self._free_caches = free_caches
         self._needed = needed
-        self._turn = turn
+        self._loads = loads
         # In the order of replacement; without those whose rows are no longer in RocksDB.
         self._replaced: list[ReplacedVersion] = []
         self._in_use: list[ReplacedVersion] = []
@@ -117,11 +117,11 @@ class VersionRetirement:
                 self._free(each)
         for name, due in [*self._drop_at.items()]:
             # While a version is loaded, the next sweep tries again.
-            if time.monotonic() >= due and self._turn.acquire(blocking=False):
+            if time.monotonic() >= due and self._loads.acquire(blocking=False):
                 try:
                     self._drop_old_rows(name)
                 finally:
-                    self._turn.release()
+                    self._loads.release()
         return not self.is_idle
 
     def _free(self, replaced: ReplacedVersion) -> None:

@@ -1,7 +1,8 @@
 """Version switcher: make a node serve a choice of versions, in all its processes.
 
-Everything that may fail comes first: the version is loaded, fed and opened by attached processes, and the
-choice is written to the node's file. Then requests are sent to it. A failure changes nothing."""
+Everything that may fail comes first: the version is loaded, fed and opened by attached processes. Then the
+choice is written to the node's file, and requests are sent to it. A failure changes nothing. Loads run one at
+a time; other changes, as a rollback to a version that is ready, do not wait for them."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 
+from hps.errors import Unavailable
 from hps.models.repository import ModelVersion
 from hps.node.model_opening import OpenedModel, tables_of
 from hps.node.node import Node
@@ -33,10 +35,16 @@ _EXPIRE_EVERY_S = 0.5
 
 Key = tuple[str, int]
 """A model's name and one of its versions."""
+Decide = Callable[[VersionChoice | None], VersionChoice | None]
+"""Makes the choice of a model's versions from the present one; None: nothing is served. It is called again
+after a load, during which others may have changed the choice."""
 
 
 class VersionSwitcher:
-    """Changes the served versions of one open node. Callers of its methods must hold ``turn``."""
+    """Changes the served versions of one open node. Any thread may call it.
+
+    ``loads``: callers that load a version must hold it, from before they open its files. A version that is
+    replaced during a load is freed after it."""
 
     def __init__(
         self,
@@ -50,7 +58,8 @@ class VersionSwitcher:
         """``resources`` close the networks of versions loaded later; after all threads of the node.
 
         ``choices``: what is served of each model; ``file`` records changes."""
-        self.turn = threading.Lock()
+        self.loads = threading.Lock()
+        self._turn = threading.Lock()  # taken after `loads`; for moments
         self.closed = threading.Event()
         self.loader = VersionLoader(parts, node, self.closed)
         self.choices: Mapping[str, VersionChoice] = choices
@@ -66,9 +75,12 @@ class VersionSwitcher:
         self._node, self._attached, self._file = node, attached, file
         self._to_close = resources
         self._resources: dict[Key, ExitStack] = {}  # of versions loaded later
+        self._entering: list[OpenedModel] = []  # fed already, but not served yet
         self._warm: dict[str, tuple[int, float]] = {}  # kept for a rollback, until when
         self._expiry = PeriodicThread(self._expire, _EXPIRE_EVERY_S, "hps-rollback", idle_rounds=1)
-        self.retirement = VersionRetirement(parts.stores, self.loader.free, self._needed, self.turn)
+        self.retirement = VersionRetirement(
+            parts.stores, self.loader.free, self._needed, self.loads
+        )
         for served in node.models:
             self._create_counters(served)
         node.metrics.gauges(m.MODEL_SERVED, self._served_gauge)
@@ -77,7 +89,7 @@ class VersionSwitcher:
     def close(self) -> None:
         """Wait for a running change, then reject others; does not wait for requests."""
         self.closed.set()
-        with self.turn:
+        with self.loads, self._turn:
             pass
         self._expiry.close(timeout_s=None)
         self.retirement.close()
@@ -86,7 +98,7 @@ class VersionSwitcher:
         return next((s for s in self._node.models.of(name) if s.version == version), None)
 
     def opened(self) -> list[OpenedModel]:
-        """The served versions with their files. Needs no ``turn``."""
+        """The served versions with their files."""
         return [*self._opened]
 
     def opened_model(self, served: ServedModel) -> OpenedModel:
@@ -102,15 +114,20 @@ class VersionSwitcher:
     def apply(
         self,
         name: str,
-        choice: VersionChoice | None,
+        decide: Decide,
         reason: str,
         found: ModelVersion | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Serve ``choice`` of a model, None: nothing; ``found`` is loaded first, unless it is served.
+        """Serve what ``decide`` says of a model; ``found`` is loaded first, unless it is served.
 
-        If it raises, nothing has changed."""
-        former, current = self.choices.get(name), self._node.models.get(name)
+        If it raises, nothing has changed. Raises the errors of ``decide``, and Unavailable if a version that
+        it chooses was freed meanwhile."""
+        self.loader.require_open()
+        with self._turn:
+            before, former = self._node.models, self.choices.get(name)
+            opened = [*self._opened]
+        choice, current = decide(former), before.get(name)
         switches = choice is not None and (former is None or former.current != choice.current)
         if switches and current is not None:
             self.loader.require_kept_updates(name)
@@ -124,15 +141,24 @@ class VersionSwitcher:
             sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         try:
             with ExitStack() as undo:
-                loaded = self._load(found, choice, undo, times, progress)
-                if choice is not None and switches:
-                    self._warm_up(name, choice.current, reason, loaded)
-                    times.end("warm-up")
-                self._commit(name, choice, loaded, undo)
+                loaded = None
+                old = next((m for m in opened if current and _key_of(m) == _of(current)), None)
+                if choice is not None:
+                    if found is not None:
+                        loaded = self._load(found, choice, old, opened, undo, times, progress)
+                    if switches:
+                        self._warm_up(name, choice.current, reason, loaded)
+                        times.end("warm-up")
+                    self._catch_up(name, choice, old, opened, loaded, undo)
+                    if loaded is not None:
+                        self._open_attached(loaded, undo)
+                with self._turn:
+                    switches, choice = self._commit(name, decide, loaded)
                 times.end("switch")
                 undo.pop_all()
         finally:
             self.loading = {n: v for n, v in self.loading.items() if n != name}
+        del before, current  # a version is freed once nothing refers to it
         self._report(name, choice, loaded, reason if switches else "", times)
         self._attached.settle(self.loader.require_open)
         for changed in self.on_change:
@@ -147,46 +173,76 @@ class VersionSwitcher:
 
     def _load(
         self,
-        found: ModelVersion | None,
-        choice: VersionChoice | None,
+        found: ModelVersion,
+        choice: VersionChoice,
+        old: OpenedModel | None,
+        opened: list[OpenedModel],
         undo: ExitStack,
         times: PhaseTimes,
         progress: Progress | None,
-    ) -> LoadedModel | None:
-        if found is None or choice is None:
-            return None
-        current = self._node.models.get(found.name)
+    ) -> LoadedModel:
         kept = [
             each
-            for each in self._opened
+            for each in opened
             if each.version.name != found.name or each.version.version in choice.versions
         ]
-        old = None if current is None else self.opened_model(current)
         return self.loader.load(found, old, kept, undo, times, progress)
 
-    def _commit(
-        self, name: str, choice: VersionChoice | None, loaded: LoadedModel | None, undo: ExitStack
+    def _catch_up(
+        self,
+        name: str,
+        choice: VersionChoice,
+        old: OpenedModel | None,
+        opened: list[OpenedModel],
+        loaded: LoadedModel | None,
+        undo: ExitStack,
     ) -> None:
-        """Serve ``choice``, for which everything is ``loaded``; ``undo`` covers what may still fail."""
-        opened = [*self._opened, *([loaded.opened] if loaded else [])]
+        """Wait until the loaded version, or the one to switch to, has the updates of the ``old`` one."""
+        if loaded is not None:
+            undo.callback(self._enter, None)
+            self._enter(loaded.opened)
+        number = choice.current if loaded is None else loaded.served.version
+        if old is None or old.version.version != number:
+            known = [*opened, *([loaded.opened] if loaded else [])]
+            model = next((each for each in known if _key_of(each) == (name, number)), None)
+            if model is not None:
+                self.loader.catch_up(model, old)
+
+    def _enter(self, model: OpenedModel | None) -> None:
+        """Let the update streams feed a version before it is served; None: no more."""
+        with self._turn:
+            self._entering = [] if model is None else [model]
+            self.loader.feed(self._fed)
+
+    @property
+    def _fed(self) -> list[OpenedModel]:
+        """The versions that the update streams feed."""
+        return [*self._opened, *self._entering]
+
+    def _open_attached(self, loaded: LoadedModel, undo: ExitStack) -> None:
+        """Make attached processes open a version."""
+        undo.callback(self._attached.withdraw)
+        version = loaded.opened.version
+        self._attached.fingerprints[version.key] = version.fingerprint
+        self._attached.open(version.name, version.version, self.loader.require_open)
+
+    def _commit(
+        self, name: str, decide: Decide, loaded: LoadedModel | None
+    ) -> tuple[bool, VersionChoice | None]:
+        """Serve what ``decide`` says, for which everything is ready; the caller holds the turn.
+
+        Returns whether another version is the current one, and the choice."""
+        former = self.choices.get(name)
+        choice = decide(former)
+        self._require_ready(name, former, choice, loaded)
         choices = {n: each for n, each in self.choices.items() if n != name}
         if choice is not None:
             choices[name] = choice
         warm = self._warm_after(name, choice)
         models = self._models_after(name, choices, warm, loaded)
-        if loaded is not None:
-            undo.callback(self.loader.feed, [*self._opened])
-            self.loader.feed(opened)
-        self._catch_up(name, choice, opened, loaded)
-        if loaded is not None:
-            undo.callback(self._attached.withdraw)
-            version = loaded.opened.version
-            self._attached.fingerprints[version.key] = version.fingerprint
-            self._attached.open(name, version.version, self.loader.require_open)
-        if choice is None or choice != self.choices.get(name):
+        if choice is None or choice != former:
             self._file.write(name, choice)
         # Nothing fails from here on.
-        undo.pop_all()
         self.choices = choices
         self._warm.pop(name, None)
         if warm is not None:
@@ -195,24 +251,31 @@ class VersionSwitcher:
         if loaded is not None:
             of = name, loaded.served.version
             self._resources[of] = self._to_close.enter_context(loaded.resources.pop_all())
-        self._opened[:] = opened
+            self._entering = []
+            self._opened.append(loaded.opened)
         self._publish(models)
+        switches = choice is not None and (former is None or former.current != choice.current)
+        return switches, choice
 
-    def _catch_up(
+    def _require_ready(
         self,
         name: str,
+        former: VersionChoice | None,
         choice: VersionChoice | None,
-        opened: list[OpenedModel],
         loaded: LoadedModel | None,
     ) -> None:
-        """Wait until the loaded version, or the one to switch to, has the updates of the current one."""
+        """Raise Unavailable if a newly chosen version is not served any more."""
         if choice is None:
             return
-        current = self._node.models.get(name)
-        number = choice.current if loaded is None else loaded.served.version
-        if current is None or current.version != number:
-            model = next(each for each in opened if _key_of(each) == (name, number))
-            self.loader.catch_up(model, None if current is None else self.opened_model(current))
+        ready = {each.version for each in self._node.models.of(name)}
+        if loaded is not None:
+            ready.add(loaded.served.version)
+        chosen = choice.versions - (set() if former is None else former.versions)
+        if missing := ({choice.current} | chosen) - ready:
+            raise Unavailable(
+                f"version {min(missing)} of model '{name}' was unloaded meanwhile; nothing was changed; "
+                "retry, or load it"
+            )
 
     def _models_after(
         self,
@@ -239,7 +302,7 @@ class VersionSwitcher:
         versions = [(each.name, each.version) for each in models.versions]
         names = {n: each.as_json() for n, each in models.names.items()}
         dropped = self._attached.serve(versions, names)
-        self.loader.limit_networks(self._opened)
+        self.loader.limit_networks(self._fed)
         still = {id(each) for each in models.versions}
         gone = [each for each in former.versions if id(each) not in still]
         self._retire_all(gone, {(each.model, each.version): each for each in dropped})
@@ -259,17 +322,16 @@ class VersionSwitcher:
     def _expire(self) -> bool:
         """Free versions that were kept for a rollback long enough."""
         for name, (_, until) in [*self._warm.items()]:
-            # While a version is loaded, the next round tries again.
-            if time.monotonic() < until or not self.turn.acquire(blocking=False):
+            # In the moment of another change, the next round tries again.
+            if time.monotonic() < until or not self._turn.acquire(blocking=False):
                 continue
             try:
                 warm = self._warm.get(name)
                 if not self.closed.is_set() and warm is not None and time.monotonic() >= warm[1]:
                     del self._warm[name]
-                    with ExitStack() as undo:
-                        self._commit(name, self.choices[name], None, undo)
+                    self._commit(name, lambda choice: choice, None)
             finally:
-                self.turn.release()
+                self._turn.release()
             for changed in self.on_change:
                 changed()
         return bool(self._warm)
@@ -282,7 +344,7 @@ class VersionSwitcher:
         old_ids = {id(old) for _, old in retired}
         self._opened[:] = [each for each in self._opened if id(each) not in old_ids]
         if retired:
-            self.loader.feed(self._opened)  # before the stores drop the tables
+            self.loader.feed(self._fed)  # before the stores drop the tables
         for served, old in retired:
             of = served.name, served.version
             is_used = partial(self._attached.uses, dropped[of])
@@ -348,3 +410,7 @@ class VersionSwitcher:
 
 def _key_of(model: OpenedModel) -> Key:
     return model.version.name, model.version.version
+
+
+def _of(served: ServedModel) -> Key:
+    return served.name, served.version

@@ -48,8 +48,9 @@ _MAX_BATCHED = 64
 # The same per process for predictions in a GPU's common batches: enough for full batches of small requests.
 # More would let an overload's requests wait where they cannot be rejected.
 _MAX_SCHEDULED = 32
-# Limit on concurrent changes of models: one that runs, and one that waits.
-_MAX_MODEL_CHANGES = 2
+# Limits on concurrent changes of models: of loads one that runs, and one that waits; of others, which take a
+# moment unless they wait for rows or a load.
+_MAX_MODEL_LOADS, _MAX_MODEL_CHANGES = 2, 4
 
 StatisticsSource = Callable[[], Mapping[str, dict[str, Any]] | None]
 """The numbers of `Statistics` of all processes together, by `ServedEndpoint.statistics_key`; None when this
@@ -108,8 +109,10 @@ class FrontendState(ServerState[OpenModels]):
         self.control_on_data_port = settings.models.control == "all"
         """True if every port may load and unload models, not only those of administration."""
         self.linger_s = settings.models.linger_s
+        self.model_loads = threading.BoundedSemaphore(_MAX_MODEL_LOADS)
+        """Held while a version is loaded."""
         self.model_changes = threading.BoundedSemaphore(_MAX_MODEL_CHANGES)
-        """Held while a model is loaded or unloaded."""
+        """Held during other changes of the served versions."""
         self.observer = RequestObserver(settings.server.access_log)
         self._shadow_thread = ShadowThread()
         self._model_watchers: list[Callable[[], None]] = []

@@ -58,8 +58,8 @@ class AttachedProcesses:
     """The processes attached to one node, and the versions that they must serve.
 
     ``served``: the versions at the start, as (model, version); ``names``: what processes need to resolve
-    versions of requests, by model, as JSON. They are changed by one thread at a time; `report` is
-    thread-safe."""
+    versions of requests, by model, as JSON. One thread at a time may `open` a version, and one
+    `serve` others; the other methods are thread-safe."""
 
     def __init__(
         self, served: Iterable[tuple[str, int]], names: Mapping[str, Any] | None = None
@@ -147,12 +147,12 @@ class AttachedProcesses:
     ) -> list[LoadedVersion]:
         """Make the processes serve exactly ``versions`` by ``names``; return those served until now.
 
-        ``versions`` may have the one that they opened; all others were served before."""
+        ``versions`` may have the one that they opened, which stays open otherwise; all others were served
+        before."""
         with self._changed:
-            next_version, self._next = self._next, None
-            known = dict(self._served)
-            if next_version is not None:
-                known[next_version.model, next_version.version] = next_version
+            known, opened = dict(self._served), self._next
+            if opened is not None and (of := (opened.model, opened.version)) in versions:
+                known[of], self._next = opened, None
             former, self._served = self._served, {of: known[of] for of in versions}
             self._names = dict(names)
             self._revision += 1

@@ -111,11 +111,17 @@ def test_waiting_loads_do_not_block_other_requests(small, control):
         return 7
 
     control.load = load
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(6) as pool:
         loads = [pool.submit(model_control.load, small.state, "other") for _ in range(2)]
         assert all(entered.acquire(timeout=60) for _ in loads)
-        for change in (model_control.load, model_control.unload):
-            with pytest.raises(Unavailable, match="a load is running"):
+        with pytest.raises(Unavailable, match="a load is running"):
+            model_control.load(small.state, "other")
+        model_control.unload(small.state, "other")  # does not wait
+        control.unload = load
+        unloads = [pool.submit(model_control.unload, small.state, "other") for _ in range(4)]
+        assert all(entered.acquire(timeout=60) for _ in unloads)
+        for change in (model_control.unload, model_control.rollback):
+            with pytest.raises(Unavailable, match="other changes of the served versions wait"):
                 change(small.state, "other")
         gate.set()
         assert [each.result(60)[0] for each in loads] == [7, 7]
