@@ -70,12 +70,16 @@ def read_config(config: Path, overrides: list[str] | None) -> Configuration:
 
 
 def open_models(configuration: Configuration) -> ConfiguredModels:
-    from hps.node.model_opening import open_versions
+    """Open the versions that a start makes current: those chosen at run time, else those of the settings."""
+    from hps.node.version_choice import ChoiceFile
+    from hps.node.version_start import versions_at_start
 
     models = ConfiguredModels()
-    for version in open_versions(configuration):
-        models.versions[version.name] = version
-        models.tables[version.name] = version.embedding_tables()
+    versions, choices = versions_at_start(configuration, ChoiceFile(configuration.settings))
+    for version in versions:
+        if version.version == choices[version.name].current:
+            models.versions[version.name] = version
+            models.tables[version.name] = version.embedding_tables()
     return models
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import hps
+from hps.cli.store_open import open_models
 from hps.config import load_config
 from hps.config.model_schema import ModelSpec
 from hps.errors import BadRequest, ModelError, NotFound, Unavailable
@@ -178,6 +179,15 @@ def test_versions_and_labels_are_served_after_a_restart(settings, repository, tm
     settings["models"]["serve"] = {"words": {"version": 2}}  # the operator's last word
     with hps.open(settings) as node:
         assert (value(node), served(node)) == (2, [2])
+
+
+def test_commands_open_the_version_that_a_start_makes_current(settings, repository, tmp_path):
+    with hps.open(settings) as node:
+        node.load("words", 2)
+        node.load("words", 1, switch=False)
+    given = [f"models.repository={repository}", f"tiers.rocksdb.path={tmp_path / 'db'}"]
+    configuration = load_config(None, given, environ={})
+    assert open_models(configuration).versions["words"].version == 2
 
 
 def test_versions_that_are_gone_are_left_out_at_a_start(settings, repository, tmp_path, caplog):
