@@ -35,6 +35,10 @@ from hps.types import Progress
 log = logging.getLogger(__name__)
 
 
+class _NotFollowedError(Exception):
+    """Another version was chosen while a published one was loaded."""
+
+
 class ModelControl:
     """Changes the served versions of one open node.
 
@@ -111,8 +115,9 @@ class ModelControl:
         with self._loading(), self._count_failures(name):
             found = self._open_version(name, version)
             rest()
-            if (served := self._switcher.served(name, found.version)) is not None:
-                check_unchanged(self._switcher.opened_model(served).version, found)
+            for each in self._switcher.opened():
+                if (each.version.name, each.version.version) == (name, found.version):
+                    check_unchanged(each.version, found)
             follows = version is None or self._is_newest(found)
 
             def loaded(former: VersionChoice | None) -> VersionChoice:
@@ -203,20 +208,28 @@ class ModelControl:
         self._change(name, switched, "switch")
         return number
 
-    def rollback(self, name: str, progress: Progress | None = None, *, automatic: str = "") -> int:
+    def rollback(
+        self,
+        name: str,
+        progress: Progress | None = None,
+        *,
+        automatic: str = "",
+        replaced: int | None = None,
+    ) -> int:
         """Make the previous version the current one again; returns its number.
 
         It is ready for `models.rollback_s` after the switch, also while a version is loaded, and loaded
         again later. ``automatic``: why the node itself goes back, noted for the version that is replaced.
-        Raises ``NotFound`` if there is no previous version, ``Unavailable`` if another one has become
-        current meanwhile, and as `load`."""
+        ``replaced``: only if this is the current version. Raises ``NotFound`` if there is no previous
+        version, ``Unavailable`` if another one has become current meanwhile, and as `load`."""
         self._node.models.find(name)
         present = self._switcher.choices.get(name)
         if present is None or (number := present.previous) is None:
             raise NotFound(f"model '{name}' has no previous version to roll back to")
+        current = present.current if replaced is None else replaced
 
         def rolled_back(choice: VersionChoice) -> VersionChoice:
-            if choice.current != present.current:
+            if choice.current != current:
                 raise Unavailable(
                     f"version {choice.current} of model '{name}' has become the current one meanwhile; "
                     "nothing was rolled back"
@@ -224,7 +237,7 @@ class ModelControl:
             choice = self._in_policy(name, choice.switched(number, follows=False))
             choice = replace(choice, switched_at=0.0)  # it is no new version
             if automatic:
-                choice = choice.without_share({present.current}, automatic, matches=True)
+                choice = choice.without_share({current}, automatic, matches=True)
             return choice
 
         reason = "automatic" if automatic else "rollback"
@@ -256,22 +269,31 @@ class ModelControl:
             policy = policy_of(self._settings, name)
             choice, found = self._switcher.choices.get(name), frozenset(policy.select(published))
             problems = []
-            if choice is not None and not (choice.follows or policy.all or policy.specific):
+            if choice is not None and not self._follows(name, choice):
                 found = choice.by_policy
             served = {each.version for each in self._node.models.of(name)}
             for version in sorted(found - served, reverse=True):
                 try:
                     with self._count_failures(name):
                         self._follow_version(name, version, found)
+                except _NotFollowedError:
+                    continue
                 except HpsError as error:
                     problems.append(f"version {version} of the repository is not served: {error}")
             problems += self._drop_removed(name, found)
         self.set_problem(name, "; ".join(problems))
 
+    def _follows(self, name: str, choice: VersionChoice) -> bool:
+        """Whether versions that are published are served."""
+        policy = policy_of(self._settings, name)
+        return bool(choice.follows or policy.all or policy.specific)
+
     def _follow_version(self, name: str, version: int, found: frozenset[int]) -> None:
         def followed(choice: VersionChoice | None) -> VersionChoice:
             if choice is None:
                 return first_choice(self._settings, name, version)
+            if not self._follows(name, choice) and version not in choice.by_policy:
+                raise _NotFollowedError
             choice = replace(choice, by_policy=choice.by_policy | {version})
             if choice.follows and version == max(found) and version > choice.current:
                 choice = choice.switched(version, follows=True)
@@ -292,9 +314,12 @@ class ModelControl:
 
         def without_gone(choice: VersionChoice) -> VersionChoice:
             served = {each.version for each in self._node.models.of(name)}
+            if served <= gone:
+                return choice
             if choice.current in gone:
                 choice = choice.switched(max(served - gone), follows=choice.follows)
-            by_policy = frozenset(found & served) or choice.by_policy
+            chosen = found if self._follows(name, choice) else choice.by_policy
+            by_policy = frozenset(chosen & served) or choice.by_policy
             if choice.current not in choice.pinned and not choice.follows:
                 by_policy |= {choice.current}
             return replace(choice, by_policy=by_policy).without(gone)
@@ -343,7 +368,8 @@ class ModelControl:
     ) -> Decide:
         def decide_of_served(choice: VersionChoice | None) -> VersionChoice | None:
             self._node.models.find(name)
-            assert choice is not None
+            if choice is None:
+                raise NotFound(f"model '{name}' is not served yet")
             return decide(choice)
 
         return decide_of_served

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Protocol
 
 from hps.config.traffic_settings import TrafficRule
-from hps.errors import BadRequest, NotFound
+from hps.errors import BadRequest, NotFound, Unavailable
 from hps.node.node import Node
 from hps.node.version_choice import RecentSwitch, VersionChoice
 from hps.node.version_switcher import VersionSwitcher
@@ -19,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class _Rollback(Protocol):
-    def __call__(self, name: str, *, automatic: str) -> int: ...
+    def __call__(self, name: str, *, automatic: str, replaced: int) -> int: ...
 
 
 class TrafficControl:
@@ -85,8 +84,15 @@ class TrafficControl:
         if choice is None or (version == choice.current and choice.previous is None):
             return None
         if version == choice.current:
-            with suppress(NotFound):  # unloaded meanwhile
-                self._rollback(name, automatic=detail)
+            try:
+                self._rollback(name, automatic=detail, replaced=version)
+            except NotFound:
+                return None  # unloaded meanwhile
+            except Unavailable:
+                changed = self.choice(name)
+                if changed is not None and changed.current != version:
+                    return None  # replaced meanwhile
+                raise
         else:
             self._change(
                 name,

@@ -63,7 +63,8 @@ class LoadedModel:
 
 
 class VersionLoader:
-    """Loads versions for one node. One thread at a time may call it; ``closed`` ends its waits."""
+    """Loads versions for one node. One thread at a time may `load`, and one `feed` and `limit_networks`; any
+    may call the other methods. ``closed`` ends their waits."""
 
     def __init__(self, parts: NodeParts, node: Node, closed: threading.Event) -> None:
         self._settings = parts.settings
@@ -77,17 +78,19 @@ class VersionLoader:
         self,
         found: ModelVersion,
         current: OpenedModel | None,
-        kept: Sequence[OpenedModel],
+        others: tuple[Sequence[OpenedModel], Sequence[OpenedModel]],
         undo: ExitStack,
         times: PhaseTimes,
         progress: Progress | None = None,
     ) -> LoadedModel:
         """Make ``found`` ready; ``undo`` removes it again.
 
-        Its caches are filled after those of ``current``, and share the memory with those of ``kept``."""
+        Its caches are filled after those of ``current``. ``others``: the opened versions, whose tables it may
+        share, and those that stay, with which its caches share the memory."""
         parts, progress, node = self._parts, progress or NoProgress(), self._node
+        opened, kept = others
         own = undo.enter_context(ExitStack())
-        model = open_model(found, self._settings, own, reuse=tables_of(parts.opened))
+        model = open_model(found, self._settings, own, reuse=tables_of(opened))
         times.end("files and network")
         rest()
         undo.callback(parts.stores.remove, model)

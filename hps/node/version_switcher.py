@@ -10,8 +10,9 @@ import logging
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 
 from hps.errors import Unavailable
@@ -59,7 +60,8 @@ class VersionSwitcher:
 
         ``choices``: what is served of each model; ``file`` records changes."""
         self.loads = threading.Lock()
-        self._turn = threading.Lock()  # taken after `loads`; for moments
+        self._turn = threading.Condition(threading.Lock())  # taken after `loads`; for moments
+        self._running: Counter[str] = Counter()  # changes by model
         self.closed = threading.Event()
         self.loader = VersionLoader(parts, node, self.closed)
         self.choices: Mapping[str, VersionChoice] = choices
@@ -87,10 +89,10 @@ class VersionSwitcher:
         node.metrics.gauges(m.MODEL_LABEL, self._label_gauge)
 
     def close(self) -> None:
-        """Wait for a running change, then reject others; does not wait for requests."""
+        """Wait for running changes, and reject others; does not wait for requests."""
         self.closed.set()
         with self.loads, self._turn:
-            pass
+            self._turn.wait_for(lambda: not self._running.total())
         self._expiry.close(timeout_s=None)
         self.retirement.close()
 
@@ -123,7 +125,24 @@ class VersionSwitcher:
 
         If it raises, nothing has changed. Raises the errors of ``decide``, and Unavailable if a version that
         it chooses was freed meanwhile."""
-        self.loader.require_open()
+        with self._turn:
+            self.loader.require_open()
+            self._running[name] += 1
+        try:
+            self._apply(name, decide, reason, found, progress)
+        finally:
+            with self._turn:
+                self._running[name] -= 1
+                self._turn.notify_all()
+
+    def _apply(
+        self,
+        name: str,
+        decide: Decide,
+        reason: str,
+        found: ModelVersion | None,
+        progress: Progress | None,
+    ) -> None:
         with self._turn:
             before, former = self._node.models, self.choices.get(name)
             opened = [*self._opened]
@@ -135,7 +154,7 @@ class VersionSwitcher:
             found = None
         if found is None and choice == former:
             return
-        times = PhaseTimes()
+        times, is_load = PhaseTimes(), found is not None
         if found is not None:
             self.loading = {**self.loading, name: found.version}
             sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
@@ -153,14 +172,17 @@ class VersionSwitcher:
                     if loaded is not None:
                         self._open_attached(loaded, undo)
                 with self._turn:
+                    self.loader.require_open()
                     switches, choice = self._commit(name, decide, loaded)
                 times.end("switch")
                 undo.pop_all()
         finally:
-            self.loading = {n: v for n, v in self.loading.items() if n != name}
+            if is_load:
+                self.loading = {n: v for n, v in self.loading.items() if n != name}
         del before, current  # a version is freed once nothing refers to it
         self._report(name, choice, loaded, reason if switches else "", times)
-        self._attached.settle(self.loader.require_open)
+        with suppress(Unavailable):  # the change was made, and the node is being closed
+            self._attached.settle(self.loader.require_open)
         for changed in self.on_change:
             changed()
 
@@ -186,7 +208,7 @@ class VersionSwitcher:
             for each in opened
             if each.version.name != found.name or each.version.version in choice.versions
         ]
-        return self.loader.load(found, old, kept, undo, times, progress)
+        return self.loader.load(found, old, (opened, kept), undo, times, progress)
 
     def _catch_up(
         self,
@@ -322,12 +344,15 @@ class VersionSwitcher:
     def _expire(self) -> bool:
         """Free versions that were kept for a rollback long enough."""
         for name, (_, until) in [*self._warm.items()]:
-            # In the moment of another change, the next round tries again.
-            if time.monotonic() < until or not self._turn.acquire(blocking=False):
+            # During a change of the model, which may go back to it, a later round tries again.
+            if time.monotonic() < until or self._running[name]:
+                continue
+            if not self._turn.acquire(blocking=False):
                 continue
             try:
                 warm = self._warm.get(name)
-                if not self.closed.is_set() and warm is not None and time.monotonic() >= warm[1]:
+                is_due = warm is not None and time.monotonic() >= warm[1]
+                if is_due and not self._running[name] and not self.closed.is_set():
                     del self._warm[name]
                     self._commit(name, lambda choice: choice, None)
             finally:
@@ -383,8 +408,9 @@ class VersionSwitcher:
             log.info("model %s: version %d is the current one (%s)", name, choice.current, reason)
 
     def _warn(self, name: str, warning: str) -> None:
-        others = {model: text for model, text in self.warnings.items() if model != name}
-        self.warnings = others | ({name: warning} if warning else {})
+        with self._turn:
+            others = {model: text for model, text in self.warnings.items() if model != name}
+            self.warnings = others | ({name: warning} if warning else {})
         if warning:
             log.warning("model %s: %s", name, warning)
 

@@ -1,8 +1,8 @@
 """Version sync: keep a process's models equal to those of its node or its lookup nodes.
 
-When another version is to be served, the process opens it in parallel to the served one; when the node says
-so, it switches, rows and network together. Requests in flight finish on the version on which they started. It
-is freed when nothing refers to its lookups any more, and the node is notified."""
+When another version is to be served, the process opens it on a thread, in parallel to the served one; when
+the node says so, it switches, rows and network together. Requests in flight finish on the version on which
+they started. It is freed when nothing refers to its lookups any more, and the node is notified."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -63,8 +63,9 @@ class _ServedTokens:
 class VersionSync:
     """Keeps one process's models in sync. One thread must call `sync` periodically.
 
-    ``open_version`` opens a version of a model, and may raise anything; ``connections`` are used for
-    this alone: when they end, the node knows that the process has ended."""
+    ``open_version`` opens a version of a model, and may raise anything; one thread at a time calls it, or
+    frees a version. ``connections`` are used for this alone: when they end, the node knows that the
+    process has ended."""
 
     def __init__(
         self, connections: VersionSource, open_version: Callable[[str, int], OpenedVersion]
@@ -80,6 +81,7 @@ class VersionSync:
         self._revision = 0
         self._retiring: dict[str, tuple[LastRequest, Callable[[], None]]] = {}
         self._failed: dict[str, tuple[Exception, float]] = {}
+        self._opening: threading.Thread | None = None
         self._lock = threading.Lock()
 
     @property
@@ -119,6 +121,7 @@ class VersionSync:
     def close(self) -> None:
         """Sign off at the node and free everything. Callers must not make lookups any more."""
         with self._lock:
+            self._wait_until_opened()
             with suppress(TierError, Unavailable):
                 self._report(leaves=True)
             self._connections.close()
@@ -133,12 +136,33 @@ class VersionSync:
             answer = self._report()
             wanted = {token: (name, n) for name, n, token in (*answer["serve"], *answer["open"])}
             self._failed = {t: each for t, each in self._failed.items() if t in wanted}
-            for token, (name, version) in wanted.items():
+            for name, version, token in answer["serve"]:
+                if token not in self._opened:
+                    self._wait_until_opened()
                 if token not in self._opened:
                     self._open(token, name, version)
             self._serve(answer)
-            self._free(keep={*wanted, *self._served_tokens})
+            if self._opening is None or not self._opening.is_alive():
+                self._free(keep={*wanted, *self._served_tokens})
+                self._open_later(answer["open"])
             return answer
+
+    def _open_later(self, versions: Sequence[tuple[str, int, str]]) -> None:
+        """Open versions that are not served yet, on a thread: meanwhile, others may be switched to."""
+        missing = [each for each in versions if each[2] not in self._opened]
+        if missing:
+            self._opening = threading.Thread(
+                target=self._open_all, args=(missing,), name="hps-open-version", daemon=True
+            )
+            self._opening.start()
+
+    def _open_all(self, versions: Sequence[tuple[str, int, str]]) -> None:
+        for name, version, token in versions:
+            self._open(token, name, version)
+
+    def _wait_until_opened(self) -> None:
+        if self._opening is not None:
+            self._opening.join()
 
     def _report(self, *, leaves: bool = False) -> Any:
         return self._connections.report_versions(
@@ -173,9 +197,9 @@ class VersionSync:
             before = self._failed.get(token)
             if before is None or str(before[0]) != str(error):
                 log.warning("model %s: opening version %d failed: %s", name, version, error)
-            self._failed[token] = error, time.monotonic() + _TRY_AGAIN_S
+            self._failed = {**self._failed, token: (error, time.monotonic() + _TRY_AGAIN_S)}
         else:
-            self._failed.pop(token, None)
+            self._failed = {t: each for t, each in self._failed.items() if t != token}
             self._opened[token] = opened
 
     def _serve(self, answer: Mapping[str, Any]) -> None:

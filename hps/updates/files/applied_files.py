@@ -41,13 +41,14 @@ POSITION = "updates.directory"
 class AppliedFiles:
     """The applied files of one folder, and the ``stores`` and ``caches`` that get their rows.
 
-    One thread at a time may call `replay`; any thread `record`."""
+    Any thread may call it; files are applied by one at a time."""
 
     def __init__(
         self, settings: DirectorySettings, stores: Sequence[FedStore], caches: CacheWriter
     ) -> None:
         self._settings = settings
         self._stores, self._caches = stores, caches
+        self._applying = threading.Lock()
 
     def replay(
         self,
@@ -62,6 +63,15 @@ class AppliedFiles:
         wanted = {t: ms for t, ms in made_ms.items() if self._settings.takes(t.model)}
         if not wanted or not self._settings.keep_applied:
             return
+        missing, latest_ms = self._missing(wanted)
+        if missing:
+            with self._applying:
+                missing, latest_ms = self._missing(wanted)
+                self._apply(list(wanted), missing, closed or threading.Event(), wait_s)
+        self.record(wanted, latest_ms)
+
+    def _missing(self, wanted: Mapping[EmbeddingTable, int]) -> tuple[list[Path], int]:
+        """The files that the tables miss, and when the last of all was moved."""
         found = [*self._files()]
         recorded = {table: self._recorded(table) for table in wanted}
         missing = [
@@ -69,9 +79,7 @@ class AppliedFiles:
             for path, applied_ms, written_ms in found
             if any(written_ms >= wanted[t] and applied_ms >= recorded[t] for t in wanted)
         ]
-        if missing:
-            self._apply(list(wanted), missing, closed or threading.Event(), wait_s)
-        self.record(wanted, max((applied_ms for _, applied_ms, _ in found), default=0))
+        return missing, max((applied_ms for _, applied_ms, _ in found), default=0)
 
     def record(self, tables: Iterable[EmbeddingTable], applied_ms: int) -> None:
         """Record that ``tables`` have the files moved up to this time; later replays begin after it."""

@@ -1,6 +1,7 @@
 """Changes of the served versions while another version is loaded: they do not wait, and none is lost."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -9,6 +10,7 @@ import pytest
 import hps
 from hps.errors import NotFound, Unavailable
 from hps.node.version_loader import VersionLoader
+from hps.updates.files.applied_files import AppliedFiles
 from tests.support.waiting import PATIENCE_S, PATIENT_GUARD, until
 from tests.unit.node.test_versions import cached, served, value, write
 
@@ -156,3 +158,97 @@ def test_closing_waits_for_a_load(settings, repository, monkeypatch):
         with pytest.raises(Unavailable, match="being closed"):
             load.result(PATIENCE_S)
         closing.result(PATIENCE_S)
+
+
+def test_loading_is_shown_beside_other_changes(node, repository, monkeypatch):
+    write(repository, 4)
+    with loading(monkeypatch, node, "load", "words", 4):
+        node.label("words", "stable", 3)
+        assert node.control.loading == {"words": 4}
+    assert node.control.loading == {}
+
+
+def test_closing_waits_for_a_switch_which_then_changes_nothing(settings, monkeypatch):
+    opened = hps.open(settings)
+    opened.load("words", 2, switch=False)
+    gate = Gate(monkeypatch, opened, "catch_up")
+    with ThreadPoolExecutor(2) as pool:
+        change = pool.submit(opened.switch, "words", 2)
+        assert gate.entered.wait(PATIENCE_S)
+        closing = pool.submit(opened.close)
+        with pytest.raises(TimeoutError):
+            closing.result(0.3)
+        gate.opened.set()
+        with pytest.raises(Unavailable, match="being closed"):
+            change.result(PATIENCE_S)
+        closing.result(PATIENCE_S)
+    with hps.open(settings) as node:
+        assert value(node) == 3
+
+
+def test_a_version_kept_for_a_rollback_stays_during_the_rollback(settings, monkeypatch):
+    settings["models"]["rollback_s"] = 0.5
+    with hps.open(settings) as node, ThreadPoolExecutor(1) as pool:
+        node.load("words", 2)
+        gate = Gate(monkeypatch, node, "catch_up")
+        change = pool.submit(node.rollback, "words")
+        assert gate.entered.wait(PATIENCE_S)
+        time.sleep(1.2)
+        assert served(node) == [2, 3]
+        gate.opened.set()
+        assert change.result(PATIENCE_S) == 3
+        assert value(node) == 3
+
+
+def test_a_rollback_during_the_load_of_a_watched_version_wins(node, repository, monkeypatch):
+    node.load("words", 2)
+    node.load("words", 3)  # which is followed by newer ones
+    write(repository, 4)
+    with ThreadPoolExecutor(1) as pool:
+        with monkeypatch.context() as patched:
+            gate = Gate(patched, node, "load")
+            watch = pool.submit(node.control.follow, "words", [1, 2, 3, 4])
+            assert gate.entered.wait(PATIENCE_S)
+        assert node.rollback("words") == 2
+        gate.opened.set()
+        watch.result(PATIENCE_S)
+    node.control.follow("words", [1, 2, 3, 4])
+    assert (value(node), served(node), node.control.problems) == (2, [2, 3], {})
+    until(lambda: 4 not in cached(node))
+
+
+def test_an_automatic_rollback_leaves_one_by_hand(node, monkeypatch):
+    node.load("words", 2)
+    traffic, former = node.control.traffic, node.control.rollback
+
+    def late(name, **options):
+        monkeypatch.setattr(traffic, "_rollback", former)
+        node.rollback(name)
+        return former(name, **options)
+
+    monkeypatch.setattr(traffic, "_rollback", late)
+    assert traffic.roll_back("words", 2, "errors", "2 % failed") is None
+    assert value(node) == 3
+    assert node.models.names["words"].rolled_back == {}
+
+
+def test_applied_files_are_replayed_by_one_thread_at_a_time(settings, tmp_path, monkeypatch):
+    (tmp_path / "updates").mkdir()
+    settings["updates"] = {"directory": {"path": str(tmp_path / "updates")}}
+    running, most = 0, 0
+
+    def apply(*_arguments):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.2)
+        running -= 1
+
+    with hps.open(settings) as node, ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(AppliedFiles, "_missing", lambda *_: ([tmp_path], 1))
+        monkeypatch.setattr(AppliedFiles, "_apply", apply)
+        changes = [pool.submit(node.load, "words", 2), pool.submit(node.load, "words", 1)]
+        changes.append(pool.submit(node.switch, "words", 3))
+        for change in changes:
+            change.result(PATIENCE_S)
+    assert most == 1

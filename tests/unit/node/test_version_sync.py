@@ -5,6 +5,7 @@ tests/integration/test_workers.py has real ones."""
 import os
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from hps.errors import ModelError, NotFound, TierError, Unsupported
 from hps.models.version_writer import write_version
 from hps.native import COMPILED
 from hps.node import attached as attaching
+from hps.node.version_sync import VersionSync
 from hps.types import Source
-from tests.support.waiting import PATIENT_GUARD, until
+from tests.support.waiting import PATIENCE_S, PATIENT_GUARD, until
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="a shared cache needs the native core")
 SPEC = {"name": "words", "tables": [{"name": "left", "dim": 4}, {"name": "right", "dim": 2}]}
@@ -274,3 +276,26 @@ def test_attach_raises_without_a_node(node, attached):
     attached._sync.sync()  # says nothing
     with pytest.raises(TierError):
         attached.ask_node("node")
+
+
+def test_a_switch_does_not_wait_for_a_version_that_is_being_opened(
+    node, attached, repository, monkeypatch
+):
+    assert node.load("words", 2, switch=False) == 2
+    write(repository, 3)
+    entered, gate, former = threading.Event(), threading.Event(), VersionSync._open
+
+    def slow(self, token, name, version):
+        if version == 3:
+            entered.set()
+            assert gate.wait(PATIENCE_S)
+        return former(self, token, name, version)
+
+    monkeypatch.setattr(VersionSync, "_open", slow)
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(node.load, "words", 3, switch=False)
+        assert entered.wait(PATIENCE_S)
+        node.switch("words", 2)
+        assert (values(node), values(attached)) == (2000, 2000)
+        gate.set()
+        assert load.result(PATIENCE_S) == 3
