@@ -90,7 +90,8 @@ class CacheFill:
     ) -> None:
         """Fill the caches with ``hot`` rows of ``tables``, or all of them where there is room.
 
-        The CPU cache gets ``_FIRST_BYTES`` of mapped tables, as at a start."""
+        The CPU cache gets ``_FIRST_BYTES`` of mapped tables, as at a start. Files that are read into memory
+        are verified; raises ModelError if one is damaged."""
         mapped_bytes = sum(
             t.row_bytes * files.rows for t, files in tables.items() if self.stores.is_mapped(t)
         )
@@ -98,7 +99,7 @@ class CacheFill:
             if table in self.devices.static and not self._fill_static(warming, table, files):
                 continue
             if self.memory is not None and self.memory.admit(table):
-                self.memory.load(table)
+                self.memory.load(table, verify=True)
                 rest()
             on_gpu, in_memory = self._wanted_gpu_rows(table), self._wanted_cpu_rows(table)
             if mapped := self.stores.is_mapped(table):

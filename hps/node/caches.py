@@ -136,7 +136,9 @@ class NodeCaches:
         )
         self._resources.callback(cache.close)
         self._cpu_cache = cache
-        self._memory = MappedMemory(cache, self._stores.direct_file, memory_budget(settings))
+        self._memory = MappedMemory(
+            cache, self._stores.direct_file, memory_budget(settings), self._stores.verified_files
+        )
         self._resources.callback(self._memory.close)
         tables = {table: self._stores.rows(table) for table in self._tables()}
         in_memory = self._in_memory(tables)
@@ -185,7 +187,8 @@ class NodeCaches:
         """Add a version's tables to the caches, next to those of the ``kept`` versions.
 
         They are filled with the rows that are hot in the ``old`` version, or with all where there is room.
-        Tables that it shares with another version are there already. Returns a warning or ""."""
+        Tables that it shares with another version are there already. Returns a warning or "". Raises
+        ModelError for a damaged mapped file."""
         others = tables_of(kept)
         warnings = [self._add_to_cpu_cache(model, others), self._add_to_gpus(model, kept)]
         tables = {

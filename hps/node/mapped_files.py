@@ -1,17 +1,19 @@
-"""Mapped files as a node's only store, and where their row marks are."""
+"""Mapped files as a node's only store, where their row marks are, and the check of their checksums."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hps.config.schema import Settings
 from hps.models.loader import open_mapped_tables
-from hps.node.model_opening import OpenedTables
+from hps.node.model_opening import OpenedTables, tables_of
+from hps.tiers.mapped.verified_files import VerifiedFiles
 
 if TYPE_CHECKING:
-    from hps.tiers.mapped import MappedFileTier
+    from hps.tiers.mapped import MappedFileTier, MappedTier
 
 
 def shared_folder(settings: Settings) -> Path | None:
@@ -28,3 +30,20 @@ def open_file_tier(settings: Settings, opened: Sequence[OpenedTables]) -> Mapped
     for model in opened:
         open_mapped_tables(model.version, model.tables.values(), tier)
     return tier
+
+
+def verify_served(
+    settings: Settings,
+    store: MappedTier | MappedFileTier,
+    served: Sequence[OpenedTables],
+    verified: VerifiedFiles,
+    resources: ExitStack,
+) -> None:
+    """Verify the mapped files of ``served``, which its owner keeps up to date, on a thread.
+
+    Not those of a version that is being loaded: if that fails, nothing may be marked as damaged."""
+    from hps.tiers.mapped import MappedChecks
+
+    if rate := settings.tiers.mapped.verify_bytes_per_s:
+        checks = MappedChecks(store, lambda: tables_of(served), rate, verified=verified)
+        resources.callback(checks.close)

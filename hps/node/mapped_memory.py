@@ -9,11 +9,12 @@ from typing import TypeVar
 
 from hps.cgroups import memory_limit
 from hps.config import Settings
-from hps.errors import HpsError
+from hps.errors import HpsError, ModelError
 from hps.native.mapped_format import HEADER_BYTES
 from hps.threads import rest
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.mapped.overlaid_table import OverlaidTable
+from hps.tiers.mapped.verified_files import VerifiedFiles
 from hps.types import EmbeddingTable, KeyArray
 
 log = logging.getLogger(__name__)
@@ -32,15 +33,17 @@ class MappedMemory:
 
     ``find`` returns a table's mapped file and bits; None if there is none that lookups may read directly. The
     files together take at most ``budget`` bytes; further tables are read through the stores until others
-    are released. Thread-safe."""
+    are released. ``verified``: files that need not be verified again. Thread-safe."""
 
     def __init__(
         self,
         cache: CpuCache,
         find: Callable[[EmbeddingTable], OverlaidTable | None],
         budget: int,
+        verified: VerifiedFiles | None = None,
     ) -> None:
         self._cache, self._find = cache, find
+        self._verified = VerifiedFiles() if verified is None else verified
         self._budget = self._left = budget
         self._admitted: dict[EmbeddingTable, OverlaidTable] = {}
         self._waiting: dict[EmbeddingTable, None] = {}  # for memory of others, in this order
@@ -102,13 +105,23 @@ class MappedMemory:
             except OSError as error:  # no space for its bits
                 log.warning("table %s is not read from memory: %r", table.id, error)
 
-    def load(self, table: EmbeddingTable, hot: KeyArray | None = None) -> None:
-        """Read the file of an admitted table into memory, pages of ``hot`` keys first, and `map` it."""
+    def load(
+        self, table: EmbeddingTable, hot: KeyArray | None = None, *, verify: bool = False
+    ) -> None:
+        """Read the file of an admitted table into memory, pages of ``hot`` keys first, and `map` it.
+
+        ``verify``: raise ModelError if a block of the table's files is damaged; no rows are marked then."""
         mapped = self._admitted[table]
-        for _ in self._steps(mapped, hot):
-            if self._closed.is_set():
-                return
-            rest()
+        try:
+            for _ in self._steps(mapped, hot, verify=verify):
+                if self._closed.is_set():
+                    return
+                rest()
+        except ModelError as error:
+            raise ModelError(
+                f"table {table.id} has a damaged mapped file: {error}. Restore the file, or publish the rows "
+                "as a new version"
+            ) from error
         self.map(table)
 
     def load_later(self, pending: Sequence[Pending]) -> None:
@@ -153,7 +166,9 @@ class MappedMemory:
             except HpsError as error:
                 log.warning("table %s was not read into memory: %s", table.id, error)
 
-    def _steps(self, mapped: OverlaidTable, hot: KeyArray | None) -> Iterator[None]:
+    def _steps(
+        self, mapped: OverlaidTable, hot: KeyArray | None, *, verify: bool
+    ) -> Iterator[None]:
         for start in range(0, 0 if hot is None else len(hot), _CHUNK_KEYS):
             assert hot is not None
             mapped.populate(hot[start : start + _CHUNK_KEYS])
@@ -162,9 +177,23 @@ class MappedMemory:
         # The index first: every lookup reads it.
         first = int(mapped.file.header.fields["parts"])
         mapped.load(first, end)
+        # Each chunk is verified and mapped before the next one: a large file is read from the disk once.
+        checks = self._verify(mapped) if verify else iter(())
+        verified = 0
         for begin in range(HEADER_BYTES, first, _CHUNK_BYTES):
-            mapped.load(begin, min(begin + _CHUNK_BYTES, first))
+            until = min(begin + _CHUNK_BYTES, first)
+            while verified < until:
+                verified = next(checks, until)
+                yield
+            mapped.load(begin, until)
             yield
+        for _ in checks:  # the index, and the delta
+            yield
+
+    def _verify(self, mapped: OverlaidTable) -> Iterator[int]:
+        """Verify a table's files; yields as `VerifiedFiles.verify` does for the first one."""
+        for file in mapped.files:
+            yield from self._verified.verify(file)
 
 
 def fitting_tables(sizes: Mapping[T, int], budget: int) -> list[T]:

@@ -19,7 +19,7 @@ from hps.models.check import check_disjoint_tables
 from hps.models.loader import load_tables, open_mapped_tables, version_of_rows
 from hps.models.remote import repository_of
 from hps.models.tables import TableFiles
-from hps.node.mapped_files import open_file_tier, shared_folder
+from hps.node.mapped_files import open_file_tier, shared_folder, verify_served
 from hps.node.model_opening import OpenedTables, tables_of
 from hps.node.tier_status import TierStatus
 from hps.observability import metric_names as m
@@ -28,6 +28,7 @@ from hps.observability.metrics import Metrics
 from hps.rows.leftovers import unserved_families
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
+from hps.tiers.mapped.verified_files import VerifiedFiles
 from hps.tiers.single_flight import SingleFlight
 from hps.tiers.wrappers import GuardedTier, MeteredTier
 from hps.types import EmbeddingTable, KeyArray, Progress
@@ -58,6 +59,7 @@ class NodeStores:
     ) -> None:
         self._settings = settings
         self._opened = opened
+        self._served = opened  # its owner keeps it up to date
         self._changing = Lock()  # one model may be removed while another is added
         self._metrics = metrics
         self._resources = resources
@@ -71,6 +73,7 @@ class NodeStores:
         self._redis: SharedRedis | None = None
         self.followed: FollowedStore | None = None
         """The store that other processes feed, while this node reads the streams for its caches alone."""
+        self.verified_files = VerifiedFiles()
         self.statuses: list[TierStatus] = []
         self.warnings: list[str] = []
 
@@ -314,7 +317,7 @@ class NodeStores:
         guarded = self._guarded(store, chosen.guard, self._settings.tiers.lookup_threads + 2)
         store.open_tables(list(self._files))
         self._load_rocksdb(store, self._opened, progress)
-        self._verify_mapped(store)
+        verify_served(self._settings, store, self._served, self.verified_files, self._resources)
         if (chosen.layout, chosen.access) == ("native", "primary"):
             served = {(m.version.name, n) for m in self._opened for n in m.table_versions}
             models = self._settings.models
@@ -335,7 +338,7 @@ class NodeStores:
         tiers = self._settings.tiers
         store = self._mapped = open_file_tier(self._settings, self._opened)
         guarded = self._guarded(store, tiers.rocksdb.guard, tiers.lookup_threads + 2)
-        self._verify_mapped(store)
+        verify_served(self._settings, store, self._served, self.verified_files, self._resources)
         return TierStatus(guarded, store.rows, state=lambda: guarded.state)
 
     def _load_rocksdb(
@@ -349,12 +352,6 @@ class NodeStores:
                 for name, table in model.tables.items():
                     store.check(table)
                     check_disjoint_tables(model.version.tables[name], table.key_bits)
-
-    def _verify_mapped(self, store: MappedTier | MappedFileTier) -> None:
-        from hps.tiers.mapped import MappedChecks
-
-        if rate := self._settings.tiers.mapped.verify_bytes_per_s:
-            self._resources.callback(MappedChecks(store, lambda: self.tables, rate).close)
 
     def _open_redis(self) -> SharedRedis:
         from hps.node.shared_redis import SharedRedis

@@ -13,6 +13,7 @@ from hps.native.mapped_format import BLOCK_BYTES
 from hps.threads import paced, rest
 from hps.tiers.mapped.file_tier import MappedFileTier
 from hps.tiers.mapped.tier import MappedTier
+from hps.tiers.mapped.verified_files import FileStamp, VerifiedFiles
 from hps.types import EmbeddingTable
 
 log = logging.getLogger(__name__)
@@ -21,11 +22,12 @@ _SHARE = 0.02
 
 
 class MappedChecks:
-    """Verifies the mapped file of each of ``tables`` once, on a thread, at most ``bytes_per_s``.
+    """Verifies the mapped files of each of ``tables`` once, on a thread, at most ``bytes_per_s``.
 
     The thread works a fiftieth of the time, as requests need the processors and the interpreter lock.
-    A file that is served again later is not verified again, unless it was replaced. ``tables`` is read
-    again ``every_s`` seconds: more may be served later. Close it before the tier."""
+    A file that is served again later, or is among the ``verified`` ones, is not verified again, unless it was
+    replaced. ``tables`` is read again every ``every_s`` seconds: more may be served later. Close it before
+    the tier."""
 
     def __init__(
         self,
@@ -34,11 +36,13 @@ class MappedChecks:
         bytes_per_s: int,
         *,
         every_s: float = 5.0,
+        verified: VerifiedFiles | None = None,
     ) -> None:
         self._tier, self._tables, self._bytes_per_s = tier, tables, bytes_per_s
         self._every_s = every_s
+        self._verified = VerifiedFiles() if verified is None else verified
         self._closed = threading.Event()
-        self._done: dict[str, Hashable] = {}  # by table: the stamp of the file
+        self._done: dict[str, Hashable] = {}  # by table: the stamps of the files
         self._thread = threading.Thread(target=self._run, name="hps-mapped-checks", daemon=True)
         self._thread.start()
 
@@ -57,27 +61,36 @@ class MappedChecks:
                         self._verify(table)
 
     def _stamp(self, table: EmbeddingTable) -> Hashable:
-        """What changes when a table's file is replaced; None if it has no file now."""
+        """What changes when a table's files are replaced; None if it has no files now."""
         with suppress(OSError, TierError):
             mapped = self._tier.mapped(table)
             if mapped is not None:
-                status = mapped.file.header.path.stat()
-                return status.st_ino, status.st_mtime_ns, status.st_size
+                return tuple(FileStamp.of(file) for file in mapped.files)
         return None
 
     def _verify(self, table: EmbeddingTable) -> None:
         try:
             mapped = self._tier.mapped(table)
-            blocks = 0 if mapped is None else mapped.blocks
-            began, damaged = time.monotonic(), 0
-            for first in range(0, blocks, _BLOCKS):
-                damaged += self._tier.check_blocks(table, first, _BLOCKS)
-                rest()
-                allowed = began + (first + _BLOCKS) * BLOCK_BYTES / self._bytes_per_s
-                if self._closed.wait(max(0.0, allowed - time.monotonic())):
-                    return
-            if blocks and not damaged:
-                seconds = time.monotonic() - began
-                log.debug("table %s: mapped file verified in %.1f s", table.id, seconds)
-        except TierError as error:
+            first = 0
+            for file in () if mapped is None else mapped.files:
+                stamp, blocks = FileStamp.of(file), file.header.blocks
+                if stamp not in self._verified and self._verify_blocks(table, first, blocks):
+                    self._verified.add(stamp)
+                first += blocks
+        except (OSError, TierError) as error:
             log.warning("table %s: its mapped file was not verified: %s", table.id, error)
+
+    def _verify_blocks(self, table: EmbeddingTable, first: int, blocks: int) -> bool:
+        """Verify ``blocks`` of a table from ``first`` on; return whether all were, and are not damaged."""
+        began, damaged = time.monotonic(), 0
+        for done in range(0, blocks, _BLOCKS):
+            n = min(_BLOCKS, blocks - done)
+            damaged += self._tier.check_blocks(table, first + done, n)
+            rest()
+            allowed = began + (done + n) * BLOCK_BYTES / self._bytes_per_s
+            if self._closed.wait(max(0.0, allowed - time.monotonic())):
+                return False
+        if not damaged:
+            seconds = time.monotonic() - began
+            log.debug("table %s: mapped file verified in %.1f s", table.id, seconds)
+        return not damaged

@@ -154,8 +154,13 @@ class OverlaidTable:
         """The number of blocks with a checksum: those of the file, then those of the delta."""
         return sum(each.file.header.blocks for each in self._segments)
 
+    @property
+    def files(self) -> list[MappedFile]:
+        """The mapped files, in the order of their blocks: the base, then the delta."""
+        return [each.file for each in self._segments]
+
     def fits(self, table: EmbeddingTable) -> bool:
-        headers = [each.file.header for each in self._segments]
+        headers = [each.header for each in self.files]
         return all((h.dim, h.dtype) == (table.dim, table.dtype) for h in headers)
 
     # -- reading ----------------------------------------------------------------------------------

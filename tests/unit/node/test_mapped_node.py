@@ -1,5 +1,6 @@
 """A node whose tables are in mapped files: nothing is copied, updates go to RocksDB, damage is reported."""
 
+import os
 import re
 import time
 
@@ -12,7 +13,7 @@ from hps.errors import ConfigError, ModelError, Unsupported
 from hps.models.mapped_file import MAPPED_FILE, MappedOptions, write_mapped
 from hps.models.repository import Repository
 from hps.models.version_writer import write_version
-from hps.native.mapped_format import HEADER_BYTES
+from hps.native.mapped_format import HEADER_BYTES, MappedFile, read_header
 from hps.node import cache_fill, mapped_memory
 from hps.types import JaggedKeys, LookupRequest
 from hps.updates.hot_key_snapshot import read_hot_keys
@@ -156,6 +157,72 @@ def test_a_version_is_loaded_while_the_node_serves(open_node, models):
     np.testing.assert_array_equal(lookup(node, 5).vectors["a"], rows_of([5], 2))
     assert facts(node)["mapped_tables"] in (1, 2)
     until(lambda: facts(node)["mapped_tables"] == 1)
+
+
+def flip_byte(path):
+    """Damage a row of a mapped file; again: repair it."""
+    with path.open("r+b") as file:
+        file.seek(HEADER_BYTES + 40)
+        byte = file.read(1)
+        file.seek(HEADER_BYTES + 40)
+        file.write(bytes([byte[0] ^ 0xFF]))
+
+
+@pytest.mark.parametrize("rocksdb", [{}, {"enabled": False}])
+def test_version_with_a_damaged_file_is_not_switched_to(open_node, models, rocksdb):
+    node = open_node(rocksdb=rocksdb)
+    path = publish(models, 2)
+    flip_byte(path)
+    with pytest.raises(
+        ModelError,
+        match=rf"table m/2/a has a damaged mapped file: {path}: wrong checksum in block 0. Restore",
+    ):
+        node.control.load("m", 2)
+    result = lookup(node, 5)
+    np.testing.assert_array_equal(result.vectors["a"], rows_of([5], 1))
+    assert not result.degraded
+    assert not node.damage()
+    flip_byte(path)
+    assert node.control.load("m", 2) == 2
+    result = lookup(node, *range(2000))
+    np.testing.assert_array_equal(result.vectors["a"], rows_of(range(2000), 2))
+    assert not result.degraded
+
+
+def test_damaged_index_of_a_loaded_version_is_found(open_node, models):
+    node = open_node()
+    path = publish(models, 2)
+    with path.open("r+b") as file:
+        file.seek(int(read_header(path).fields["parts"]) + 40)
+        file.write(b"\1\2\3\4")
+    with pytest.raises(ModelError, match=r"m/2/a has a damaged mapped file: .*checksum in block"):
+        node.control.load("m", 2)
+    assert not lookup(node, 5).degraded
+
+
+def test_file_that_has_not_changed_is_verified_once(open_node, models, monkeypatch):
+    monkeypatch.setattr(mapped_memory, "_CHUNK_BYTES", 1 << 16)
+    node = open_node(mapped={"verify_bytes_per_s": 0})
+    path, verified, real = publish(models, 2), [], MappedFile.damaged_blocks
+
+    def damaged_blocks(file, first=0, n=None):
+        verified.append(file.header.path.parents[2].name)
+        return real(file, first, n)
+
+    monkeypatch.setattr(MappedFile, "damaged_blocks", damaged_blocks)
+    for version in (2, 1, 2, 1):
+        node.control.load("m", version)
+    assert verified == ["2", "1"]
+    os.utime(path, ns=(1, 1))
+    node.control.load("m", 2)
+    assert verified == ["2", "1", "2"]
+
+
+def test_file_that_is_not_read_into_memory_is_verified_later(open_node, models):
+    node = open_node(mapped=STORE_ONLY)
+    flip_byte(publish(models, 2))
+    assert node.control.load("m", 2) == 2
+    until(node.damage)
 
 
 def cpu_facts(node):

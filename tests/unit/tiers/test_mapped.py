@@ -13,6 +13,7 @@ from hps.errors import ModelError, TierError
 from hps.native.mapped_format import BLOCK_BYTES, HEADER_BYTES
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.mapped import MappedChecks, MappedTier
+from hps.tiers.mapped.verified_files import FileStamp, VerifiedFiles
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.rocksdb import LoadRecord, RocksDbTuning
 from hps.types import EmbeddingTable, make_version
@@ -262,6 +263,24 @@ def test_a_file_is_verified_once_until_it_is_replaced(tmp_path, table):
     os.utime(path, ns=(1, 1))
     until(lambda: len(checked) == 2)
     checks.close()
+    tier.close()
+
+
+def test_file_that_a_load_has_verified_is_not_verified_again(tmp_path, table):
+    opened = Opened(tmp_path, table, np.arange(1000))
+    tier, verified, checked = opened.mapped(), VerifiedFiles(), []
+    (file,) = tier.mapped(table).files
+    assert list(verified.verify(file))
+    assert not list(verified.verify(file))
+    tier.check_blocks = lambda *arguments: checked.append(arguments) or 0
+    checks = MappedChecks(tier, lambda: [table], 1 << 30, every_s=0.01, verified=verified)
+    time.sleep(0.1)
+    assert not checked
+    os.utime(file.header.path, ns=(1, 1))
+    until(lambda: FileStamp.of(file) in verified)
+    checks.close()
+    assert checked
+    assert not list(verified.verify(file))
     tier.close()
 
 
