@@ -14,7 +14,7 @@ from typing import Any
 
 from hps.config import Configuration, Settings, as_configuration
 from hps.config.runtime_folder import with_shared_cache
-from hps.errors import ConfigError
+from hps.errors import ConfigError, ModelError
 from hps.models.ps_json import ps_json_models, repository_with
 from hps.models.remote import CancelOn
 from hps.node.caches import NodeCaches
@@ -36,9 +36,9 @@ from hps.node.serving_context import (
 from hps.node.stores import NodeStores
 from hps.node.streams import Limited, UpdateStreams
 from hps.node.tier_status import publish_process, publish_tiers
-from hps.node.version_choice import ChoiceFile, VersionChoice
+from hps.node.version_choice import ChoiceFile
 from hps.node.version_loader import NodeParts, made_at, network_limits
-from hps.node.version_start import versions_at_start
+from hps.node.version_start import VersionsAtStart, versions_at_start
 from hps.node.version_switcher import VersionSwitcher
 from hps.observability import metric_names as m
 from hps.observability.meters import TierMeter
@@ -75,13 +75,18 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
         )
     with ExitStack() as resources:
         file = ChoiceFile(settings)
-        versions, choices = versions_at_start(configuration, file, progress)
+        start = versions_at_start(configuration, file, progress)
         opened: list[OpenedModel] = []
-        for version in versions:
-            opened.append(open_model(version, settings, resources, reuse=tables_of(opened)))
-        chosen = choices, file
-        builder = _NodeBuilder(configuration, opened, chosen, progress or NoProgress(), resources)
-        node = builder.node((*configuration.warnings, *(w for v in versions for w in v.warnings)))
+        for version in start.versions:
+            try:
+                opened.append(open_model(version, settings, resources, reuse=tables_of(opened)))
+            except ModelError as error:
+                start.leave_out(version, error)
+        builder = _NodeBuilder(
+            configuration, opened, (start, file), progress or NoProgress(), resources
+        )
+        warnings = (w for version in start.versions for w in version.warnings)
+        node = builder.node((*configuration.warnings, *warnings))
         node._resources.push(resources.pop_all())
         return node
     raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
@@ -90,13 +95,13 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
 class _NodeBuilder:
     """Builds one node part by part; ``resources`` closes the parts in reverse.
 
-    ``chosen``: what is served of each model, and the file that records changes."""
+    ``chosen``: what is served of each model at the start, and the file that records changes."""
 
     def __init__(
         self,
         configuration: Configuration,
         opened: list[OpenedModel],
-        chosen: tuple[Mapping[str, VersionChoice], ChoiceFile],
+        chosen: tuple[VersionsAtStart, ChoiceFile],
         progress: Progress,
         resources: ExitStack,
     ) -> None:
@@ -104,7 +109,8 @@ class _NodeBuilder:
         self._settings = settings = with_shared_cache(configuration.settings)
         self._ps_json = ps_json_models(configuration)
         self._opened = opened
-        self._choices, self._file = chosen
+        start, self._file = chosen
+        self._choices, self._left_out = start.choices, start.left_out
         self._progress = progress
         self._resources = resources
         self._metrics = Metrics()
@@ -151,7 +157,8 @@ class _NodeBuilder:
         self._resources.callback(switcher.close)
         until_closed = CancelOn(switcher.closed)
         repository = repository_with(self._ps_json, self._configuration, until_closed)
-        node.control = control = ModelControl(parts, node, switcher, repository)
+        control = ModelControl(parts, node, switcher, repository, self._left_out)
+        node.control = control
         described = self._ps_json.current
         RepositoryWatch(self._settings, repository, control, self._resources, described)
         self._resources.callback(

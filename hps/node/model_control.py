@@ -26,6 +26,7 @@ from hps.node.served_versions import LATEST, check_label
 from hps.node.traffic_control import TrafficControl, require_unnamed
 from hps.node.version_choice import VersionChoice, first_choice, policy_of
 from hps.node.version_loader import NodeParts
+from hps.node.version_problems import VersionProblems
 from hps.node.version_switcher import Decide, VersionSwitcher
 from hps.node.warm_up import beside_requests
 from hps.observability import metric_names as m
@@ -45,16 +46,30 @@ class ModelControl:
     Any thread may call it. Loads run one at a time; other changes do not wait for them."""
 
     def __init__(
-        self, parts: NodeParts, node: Node, switcher: VersionSwitcher, repository: Repository
+        self,
+        parts: NodeParts,
+        node: Node,
+        switcher: VersionSwitcher,
+        repository: Repository,
+        left_out: Mapping[str, Mapping[int, str]],
     ) -> None:
+        """``left_out``: see `VersionProblems`."""
         self._settings = parts.settings
         self._node = node
         self._switcher = switcher
         self.repository = repository
         self.traffic = TrafficControl(node, switcher, self._change, self.rollback)
         self._listed: dict[str, list[int]] = {}
-        self.problems: Mapping[str, str] = {}
-        """Versions of a watched repository that could not be served, by model."""
+        self._problems = VersionProblems(left_out)
+
+    @property
+    def problems(self) -> Mapping[str, str]:
+        """Why versions are not served that should be, by model."""
+        return self._problems.texts()
+
+    def problem(self, name: str, version: int) -> str:
+        """Why a version is not served that should be, or ""."""
+        return self._problems.of(name, version)
 
     @property
     def loading(self) -> Mapping[str, int]:
@@ -126,6 +141,7 @@ class ModelControl:
                 return replace(choice, labels={**choice.labels, **given})
 
             self._switcher.apply(name, loaded, "load", found, progress)
+            self._problems.clear(name, found.version)
             return found.version
 
     def _is_newest(self, found: ModelVersion) -> bool:
@@ -173,6 +189,8 @@ class ModelControl:
             return choice.without({found.version})
 
         self._change(name, unloaded, "unload")
+        if not self._node.models.of(name):
+            self._problems.clear_left_out(name)
 
     def label(self, name: str, label: str, version: str | int | None) -> None:
         """Give a served version a label, in place of the version that has it; None: remove the label.
@@ -244,11 +262,12 @@ class ModelControl:
         with self._count_failures(name):
             if self._switcher.served(name, number) is not None:
                 self._change(name, rolled_back, reason)
-                return number
-            with self._loading():
-                found = self._open_version(name, number)
-                decide = self._of_served(name, rolled_back)
-                self._switcher.apply(name, decide, reason, found, progress)
+            else:
+                with self._loading():
+                    found = self._open_version(name, number)
+                    decide = self._of_served(name, rolled_back)
+                    self._switcher.apply(name, decide, reason, found, progress)
+        self._problems.clear(name, number)
         return number
 
     def _in_policy(self, name: str, choice: VersionChoice) -> VersionChoice:
@@ -268,7 +287,7 @@ class ModelControl:
         with self._loading():
             policy = policy_of(self._settings, name)
             choice, found = self._switcher.choices.get(name), frozenset(policy.select(published))
-            problems = []
+            problems: dict[int, str] = {}
             if choice is not None and not self._follows(name, choice):
                 found = choice.by_policy
             served = {each.version for each in self._node.models.of(name)}
@@ -279,9 +298,11 @@ class ModelControl:
                 except _NotFollowedError:
                     continue
                 except HpsError as error:
-                    problems.append(f"version {version} of the repository is not served: {error}")
-            problems += self._drop_removed(name, found)
-        self.set_problem(name, "; ".join(problems))
+                    problems[version] = str(error)
+                else:
+                    self._problems.clear(name, version)
+            removed = self._drop_removed(name, found)
+            self._problems.set_watched(name, problems, "; ".join(removed))
 
     def _follows(self, name: str, choice: VersionChoice) -> bool:
         """Whether versions that are published are served."""
@@ -330,11 +351,8 @@ class ModelControl:
         return []
 
     def set_problem(self, name: str, problem: str) -> None:
-        """Record why versions of a watched model are not served, and log it once; empty: all are."""
-        if problem and self.problems.get(name) != problem:
-            log.warning("model %s: %s", name, problem)
-        others = {model: text for model, text in self.problems.items() if model != name}
-        self.problems = others | ({name: problem} if problem else {})
+        """Record a problem of a watched model, in place of those of its versions, and log it once."""
+        self._problems.set_watched(name, {}, problem)
 
     # -- checks ----------------------------------------------------------------------------------
 

@@ -26,7 +26,8 @@ Stamps = dict[int, Hashable]
 class Follower(Protocol):
     """What follows a repository: `ModelControl`, or `IngestVersions`."""
 
-    problems: Mapping[str, str]
+    @property
+    def problems(self) -> Mapping[str, str]: ...
 
     def follow(self, name: str, published: Sequence[int]) -> None: ...
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from hps.config import Configuration, Settings
-from hps.errors import NotFound
+from hps.errors import ModelError, NotFound
 from hps.models.manifest import FILE_NAME
 from hps.models.ps_json import ps_json_models, repository_with
 from hps.models.repository import ModelVersion
@@ -25,34 +25,65 @@ from hps.types import Progress
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class VersionsAtStart:
+    """Opened ``versions``, with the choice of each model's versions.
+
+    ``left_out``: damaged versions chosen at run time, with the reasons, by model. The file of the choices
+    keeps them: a later start tries again."""
+
+    versions: list[ModelVersion] = field(default_factory=list)
+    choices: dict[str, VersionChoice] = field(default_factory=dict)
+    left_out: dict[str, dict[int, str]] = field(default_factory=dict)
+    at_run_time: set[str] = field(default_factory=set)
+    """Models whose versions were chosen at run time."""
+
+    def leave_out(self, version: ModelVersion, error: ModelError) -> None:
+        """Do not serve a version that cannot be opened.
+
+        Raises ``error`` if it is the current one, or was not chosen at run time."""
+        name, choice = version.name, self.choices[version.name]
+        if name not in self.at_run_time or choice.current == version.version:
+            raise error
+        self.add_reason(name, version.version, error)
+        self.versions = [each for each in self.versions if each is not version]
+        self.choices[name] = choice.without({version.version})
+
+    def add_reason(self, name: str, version: int, error: Exception) -> None:
+        """Record and log why a version is left out."""
+        log.warning(
+            "model %s: version %d, chosen at run time, is not served: %s", name, version, error
+        )
+        if not isinstance(error, NotFound):
+            self.left_out.setdefault(name, {})[version] = str(error)
+
+
 def versions_at_start(
     configuration: Configuration, file: ChoiceFile, progress: Progress | None = None
-) -> tuple[list[ModelVersion], dict[str, VersionChoice]]:
-    """Open the versions to serve; also returns the choice of each model's versions.
+) -> VersionsAtStart:
+    """Open the versions to serve.
 
-    Chosen versions that the repository has no more are left out, with a warning. Raises as
-    `hps.node.model_opening.open_versions`."""
+    Versions chosen at run time that the repository has no more are left out, with a warning; so are damaged
+    ones, except the current one. Raises as `hps.node.model_opening.open_versions`."""
     openers, recorded = version_openers(configuration, progress=progress), file.choices()
-    versions: list[ModelVersion] = []
-    choices: dict[str, VersionChoice] = {}
+    start = VersionsAtStart()
     for name in {**openers, **recorded}:
         if name in recorded:
             choice = recorded[name]
             found = []
             if choice is not None:
-                found = _opened(configuration, name, choice, progress, skip_missing=True)
+                found = _opened(configuration, name, choice, progress, start)
             if found or choice is None:
-                versions += found
+                start.versions += found
+                start.at_run_time.add(name)
                 if choice is not None:
-                    choices[name] = _of_versions(choice, found)
+                    start.choices[name] = _of_versions(choice, found)
                 continue
-            log.warning(
-                "model %s: none of the versions chosen at run time is in the repository", name
-            )
+            log.warning("model %s: none of the versions chosen at run time can be served", name)
         if name in openers:
-            found, choices[name] = _configured(configuration, name, progress)
-            versions += found
-    return versions, choices
+            found, start.choices[name] = _configured(configuration, name, progress)
+            start.versions += found
+    return start
 
 
 def versions_of_settings(
@@ -92,20 +123,18 @@ def _opened(
     name: str,
     choice: VersionChoice,
     progress: Progress | None,
-    *,
-    skip_missing: bool = False,
+    start: VersionsAtStart | None = None,
 ) -> list[ModelVersion]:
-    """Open the versions of a choice, ascending."""
+    """Open the versions of a choice, ascending. With ``start``, leave out those that may be."""
     versions = []
     for number in sorted(choice.versions):
         try:
             versions.append(version_openers(configuration, {name: number}, progress)[name]())
-        except NotFound as error:
-            if not skip_missing:
+        except (NotFound, ModelError, OSError) as error:
+            is_gone = isinstance(error, NotFound)
+            if start is None or not (is_gone or number != choice.current):
                 raise
-            log.warning(
-                "model %s: version %d, chosen at run time, is not served: %s", name, number, error
-            )
+            start.add_reason(name, number, error)
     return versions
 
 

@@ -296,6 +296,19 @@ def test_configuration_errors_are_raised_before_rows_are_loaded(folder):
     assert not (folder / "db").exists()
 
 
+def test_version_with_a_damaged_network_is_left_out_at_a_start(folder):
+    write(folder, 2)
+    with hps.open(settings(folder)) as node:
+        node.load("clicks", 1, switch=False, labels=["canary"])
+    (folder / "models/clicks/1/dense.onnx").write_bytes(b"x")
+    with hps.open(settings(folder)) as node:
+        assert [each.version for each in node.models.of("clicks")] == [2]
+        assert "version 1, chosen at run time, is not served" in node.control.warnings["clicks"]
+    (folder / "models/clicks/2/dense.onnx").write_bytes(b"x")
+    with pytest.raises(ModelError, match="clicks/2"):
+        hps.open(settings(folder))
+
+
 def test_start_can_be_retried_after_a_failure(folder):
     with pytest.raises(ConfigError, match=r"has no table|no such table"):
         hps.open(settings(folder, models={"serve": {"clicks": {"tables": {"x": {}}}}}))

@@ -13,6 +13,7 @@ import hps
 from hps.cli.store_open import open_models
 from hps.config import load_config
 from hps.config.model_schema import ModelSpec
+from hps.config.traffic_settings import TrafficRule
 from hps.errors import BadRequest, ModelError, NotFound, Unavailable
 from hps.models.repository import Repository
 from hps.models.version_writer import write_version
@@ -190,6 +191,56 @@ def test_commands_open_the_version_that_a_start_makes_current(settings, reposito
     assert open_models(configuration).versions["words"].version == 2
 
 
+def lose_table(version):
+    shutil.rmtree(version / "tables/left")
+
+
+def cut_short(version):
+    os.truncate(version / "tables/left/emb_vector", 100)
+
+
+def damage_manifest(version):
+    (version / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize("damage", [lose_table, cut_short, damage_manifest])
+def test_damaged_versions_are_left_out_at_a_start(settings, repository, caplog, damage):
+    with hps.open(settings) as node:
+        node.load("words", 1, switch=False, labels=["canary"])
+        node.load("words", 2, switch=False)
+        node.control.traffic.set_rule("words", TrafficRule(weights={"canary": 10.0, "2": 20.0}))
+    kept = repository.parent / "kept"
+    shutil.copytree(repository / "words/1", kept)
+    damage(repository / "words/1")
+    with hps.open(settings) as node:
+        assert (value(node, 3), served(node)) == (3, [2, 3])
+        names = node.models.names["words"]
+        assert (names.labels, names.traffic.weights) == ({}, {"2": 20.0})
+        assert "version 1, chosen at run time, is not served" in caplog.text
+        assert "version 1, chosen at run time, is not served" in str(node.status()["warnings"])
+        assert node.control.problem("words", 1)
+        shutil.rmtree(repository / "words/1")
+        shutil.copytree(kept, repository / "words/1")
+    with hps.open(settings) as node:  # it is repaired
+        assert (value(node, "canary"), served(node)) == (1, [1, 2, 3])
+        assert not node.control.problems
+    damage(repository / "words/3")
+    with pytest.raises(ModelError):
+        hps.open(settings)
+
+
+def test_problem_of_a_version_ends_when_it_is_loaded(settings, repository):
+    with hps.open(settings) as node:
+        node.load("words", 1, switch=False)
+    kept = repository.parent / "kept"
+    shutil.move(repository / "words/1/tables", kept)
+    with hps.open(settings) as node:
+        assert node.control.problems
+        shutil.move(kept, repository / "words/1/tables")
+        node.load("words", 1, switch=False)
+        assert not node.control.problems
+
+
 def test_versions_that_are_gone_are_left_out_at_a_start(settings, repository, tmp_path, caplog):
     with hps.open(settings) as node:
         node.load("words", 1, switch=False, labels=["stable"])
@@ -197,6 +248,7 @@ def test_versions_that_are_gone_are_left_out_at_a_start(settings, repository, tm
     shutil.rmtree(repository / "words" / "2")
     with hps.open(settings) as node:
         assert (value(node), value(node, "stable")) == (1, 1)
+        assert not node.control.problems
     assert "version 2, chosen at run time, is not served" in caplog.text
     state = tmp_path / "db" / FILE_NAME
     for text in (
@@ -363,6 +415,18 @@ def test_watched_repository_serves_new_versions(watching, repository, caplog):
     assert not any(entry["version"] == 5 for entry in node.status()["models"])
     shutil.rmtree(repository / "words" / "6")
     until(lambda: not node.control.problems)
+
+
+def test_problem_of_a_watched_version_ends_when_it_is_loaded(node, repository):
+    shutil.copytree(repository / "words/3", repository / "words/6")  # damaged: its manifest says 3
+    node.control.follow("words", [1, 2, 3, 6])
+    assert "version 6 of the repository is not served" in node.control.warnings["words"]
+    assert "describes model 'words' version 3" in node.control.problem("words", 6)
+    shutil.rmtree(repository / "words/6")
+    write(repository, 6)
+    node.load("words", 6)
+    assert "words" not in node.control.warnings
+    assert not node.control.problem("words", 6)
 
 
 def test_pinned_version_stays_current_until_latest_is_followed_again(watching, repository):
