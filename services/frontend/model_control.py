@@ -35,7 +35,9 @@ def index(state: FrontendState, *, only_ready: bool = False) -> list[dict[str, A
         found.append(_index_entry(of[0], str(of[1]), "LOADING"))
     for name, versions in control.available().items():
         found += [
-            _index_entry(name, str(version), "UNAVAILABLE", "unloaded")
+            _index_entry(
+                name, str(version), "UNAVAILABLE", control.problem(name, version) or "unloaded"
+            )
             for version in versions
             if (name, version) not in known
         ]

@@ -38,7 +38,7 @@ def test_index_reports_the_state_of_each_model(call, admin, control):
     assert found[:2] == [("ctr", "1", "READY", ""), ("ctr.lookup", "1", "READY", "")]
     assert found[-3:] == [
         ("ctr", "2", "LOADING", ""),
-        ("other", "1", "UNAVAILABLE", "unloaded"),
+        ("other", "1", "UNAVAILABLE", "its manifest is damaged"),
         ("other", "7", "UNAVAILABLE", "unloaded"),
     ]
     ready = call(admin, "POST", "/v2/repository/index", json={"ready": True}).json()

@@ -268,6 +268,9 @@ class FakeControl:
     def available(self):
         return {"ctr": [1, 2], "other": [1, 7]}
 
+    def problem(self, name, version):
+        return "its manifest is damaged" if (name, version) == ("other", 1) else ""
+
     def load(self, name, version=None):
         self.calls.append(("load", name, version))
         return version or 7
