@@ -6,7 +6,7 @@ files."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hps.errors import ModelError
@@ -50,7 +50,21 @@ def remove_damaged(folder: Path, manifest: Manifest) -> bool:
     return bool(found)
 
 
-def _damaged(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:
+def require_undamaged(folder: Path, manifest: Manifest, paths: Collection[str]) -> None:
+    """Check those mapped files of a version that are among ``paths`` in its folder, all blocks.
+
+    Raises ModelError for the first one that is damaged or does not fit its table."""
+    for path, why in _damaged(folder, manifest, paths):
+        raise ModelError(
+            f"{path} is not published: {why}. Remove the file and publish the version again, which writes it "
+            "from the table's other files"
+        )
+
+
+def _damaged(
+    folder: Path, manifest: Manifest, paths: Collection[str] | None = None
+) -> Iterator[tuple[Path, str]]:
+    """Yield the mapped files, of ``paths`` if they are given, that cannot be used, and why."""
     for name, entry in manifest.tables.items():
         if not (folder / TABLES_FOLDER / name).is_dir():
             continue  # only the network was downloaded
@@ -58,6 +72,8 @@ def _damaged(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:
         for pair in files.pairs:
             path = pair.folder / MAPPED_FILE
             if not path.is_file():
+                continue
+            if paths is not None and str(path.relative_to(folder)) not in paths:
                 continue
             try:
                 header = read_header(path)

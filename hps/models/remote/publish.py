@@ -23,7 +23,7 @@ from hps.config.model_schema import ModelSpec
 from hps.errors import HpsError, ModelError
 from hps.models.manifest import FILE_NAME, Manifest, compare_checksum, parse_manifest
 from hps.models.remote.arrow_store import ArrowStore
-from hps.models.remote.mapped_tables import mapped_paths
+from hps.models.remote.mapped_tables import mapped_paths, require_undamaged
 from hps.models.remote.partial_file import RemoteEntry
 from hps.models.remote.shared_files import identities, uploaded_files
 from hps.models.remote.store import FileMissing
@@ -49,8 +49,8 @@ def publish_remote(
     """Upload a local version; returns its URI.
 
     A version that the store has is never replaced. ``replace_spec``: replace a ``model.yaml`` that
-    differs. ``mapped``: write mapped files that the version misses first. Raises ModelError, or
-    StoreUnavailable; the version is not visible then."""
+    differs. ``mapped``: write mapped files that the version misses first. Raises ModelError, also for a
+    damaged mapped file, or StoreUnavailable; the version is not visible then."""
     manifest = version.manifest
     if manifest is None:
         raise ModelError(
@@ -61,9 +61,11 @@ def publish_remote(
     writes_spec = _check_spec(store, version.spec, replace=replace_spec)
     if mapped:
         add_mapped_files(version, progress)
+    stored = _stored(store, manifest)
+    _verify_mapped(version, manifest, stored, progress)
     target = f"{version.name}/{version.version}"
     with _Claim(store, version).held() as claim:
-        files = _SharedUploads(version, store, _stored(store, manifest))
+        files = _SharedUploads(version, store, stored)
         _upload(files, _files(version, manifest), progress, parallel, claim)
         claim.require_sole()
         _require_new(store, version)
@@ -82,6 +84,20 @@ def _files(version: ModelVersion, manifest: Manifest) -> dict[str, RemoteEntry]:
         with suppress(FileNotFoundError):
             files[path] = RemoteEntry((version.folder / path).stat().st_size, None)
     return files
+
+
+def _verify_mapped(
+    version: ModelVersion, manifest: Manifest, stored: Mapping[str, str], progress: Progress
+) -> None:
+    """Verify the mapped files to upload. Raises ModelError for a damaged one."""
+    paths = {p: version.folder / p for p in mapped_paths(manifest) if p not in stored}
+    sizes = {p: path.stat().st_size for p, path in paths.items() if path.is_file()}
+    if not sizes:
+        return
+    with progress.task(f"verify {version.key}", sum(sizes.values()), "bytes") as step:
+        for path, size in sizes.items():
+            require_undamaged(version.folder, manifest, [path])
+            step(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +202,8 @@ class _FileUpload:
         if stored is not None and self._store.copy(stored, target, entry.bytes):
             self._sent[self._index] = entry.bytes
             return
+        if stored is not None and self._version.manifest is not None:
+            require_undamaged(self._version.folder, self._version.manifest, [path])
         with self._store.create(target) as file, source.open("rb") as read:
             while (block := read.read(_BLOCK)) and not self._stop.is_set():
                 digest.update(block)

@@ -64,6 +64,38 @@ def test_mapped_files_are_written_and_published(uri, s3, make_version, tmp_path)
     assert sorted(p.name for p in (tmp_path / "models/ctr").iterdir()) == ["1", "model.yaml"]
 
 
+@pytest.mark.parametrize("mapped", [True, False])
+def test_damaged_mapped_file_is_not_published(uri, s3, make_version, tmp_path, mapped):
+    written = write_mapped_users(make_version(1, n=ROWS))
+    content = written.read_bytes()
+    written.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+    with pytest.raises(ModelError, match=r"users/mapped is not published: 1 of .* Remove the file"):
+        publish(uri, version(tmp_path), mapped=mapped)
+    assert not s3.files(f"{tmp_path.name}-published")
+    written.unlink()
+    publish(uri, version(tmp_path))
+    assert (tmp_path / "models/ctr/1/tables/users/mapped").read_bytes() == content
+
+
+def test_mapped_file_that_the_store_has_is_verified_if_uploaded(
+    uri, s3, make_version, tmp_path, monkeypatch
+):
+    written = write_mapped_users(make_version(1, n=ROWS))
+    publish(uri, version(tmp_path))
+    tables = version(tmp_path).tables
+    for number in (2, 3):
+        make_version(number, tables={n: (t.keys(), t.vectors()) for n, t in tables.items()})
+    content = written.read_bytes()
+    with written.open("r+b") as file:  # and in the other versions, which have links to it
+        file.seek(5000)
+        file.write(bytes([content[5000] ^ 1]))
+    publish(uri, version(tmp_path, 2))
+    assert s3.read(f"{tmp_path.name}-published/ctr/2/tables/users/mapped") == content
+    monkeypatch.setattr(ArrowStore, "copy", lambda *_: False)
+    with pytest.raises(ModelError, match="users/mapped is not published"):
+        publish(uri, version(tmp_path, 3))
+
+
 def test_version_is_published_without_mapped_files(uri, s3, make_version, tmp_path):
     make_version(1)
     publish(uri, version(tmp_path), mapped=False)
