@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -74,11 +75,15 @@ class TrafficOptions(ReportOptions):
             ("rate", self.shadow_rate),
             ("tolerance", self.shadow_tolerance),
         )
-        return {name: value for name, value in names if value is not None}
+        found = {name: value for name, value in names if value is not None}
+        _require_finite({f"--shadow-{name}": value for name, value in found.items()})
+        return found
 
     def rollback_changes(self) -> dict[str, Any]:
         names = ("watch_s", "min_requests", "max_error_rate", "max_p99_ratio", "max_psi")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        _require_finite({f"--{name.replace('_', '-')}": value for name, value in found.items()})
+        return found
 
     def removed(self) -> set[str]:
         """The parts of the rule to remove. Raises BadRequest."""
@@ -94,6 +99,7 @@ def traffic(options: TrafficOptions) -> None:
     """Show or change which versions answer requests.
 
     Applies to requests that name no version. Parts of the rule that are not given stay as they are."""
+    _changed({}, options)  # errors of the options come before those of the connection
     path = f"/v2/repository/models/{quote(options.name, safe='')}/traffic"
     with options.admin.open() as client:
         found = client.ask(path)
@@ -122,11 +128,21 @@ def _weight(text: str) -> tuple[str, float]:
 
     version, equals, share = text.rpartition("=")
     try:
-        if not equals:
+        percent = float(share.removesuffix("%"))
+        if not (equals and math.isfinite(percent)):
             raise ValueError
-        return version, float(share.removesuffix("%"))
+        return version, percent
     except ValueError:
         raise BadRequest(f"--weight {text}: expected VERSION=PERCENT, such as 4=10") from None
+
+
+def _require_finite(values: dict[str, Any]) -> None:
+    """Raise BadRequest for an option that is nan or infinite, which JSON has no number for."""
+    from hps.errors import BadRequest
+
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadRequest(f"{name} {value}: expected a finite number")
 
 
 def _match(text: str) -> dict[str, str]:
