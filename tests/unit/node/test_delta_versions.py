@@ -1,6 +1,7 @@
 """Versions whose tables differ in a few rows: answers, updates, and what the second one costs."""
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 import hps
 from hps.config.model_schema import ModelSpec
+from hps.errors import ModelError
 from hps.models.version_writer import write_version
 from tests.support.waiting import PATIENT_GUARD
 
@@ -98,3 +100,24 @@ def test_a_percent_of_changed_rows_costs_two_percent_at_most(node, repository):
         node.lookup("m", {"t": KEYS}, version=version)
     one = (first / "tables/t/mapped").stat().st_size
     assert 0.98 * one < mapped_bytes(repository) < 1.02 * one
+
+
+def test_version_with_a_damaged_delta_is_not_loaded(repository, tmp_path):
+    models = tmp_path / "models"
+    shutil.copytree(repository, models)
+    settings = {
+        "models": {"repository": str(models), "serve": {"m": {"version": 1}}},
+        "tiers": {"rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD}},
+    }
+    path = models / "m/2/tables/t/delta/mapped"
+    content = path.read_bytes()
+    with hps.open(settings) as node:
+        path.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+        with pytest.raises(ModelError, match=f"damaged mapped file: {path}: wrong checksum"):
+            node.load("m", 2)
+        found = node.lookup("m", {"t": KEYS})
+        assert (found.defaulted, found.degraded, node.damage()) == (0, (), "")
+        path.write_bytes(content)
+        assert node.load("m", 2) == 2
+        found = node.lookup("m", {"t": KEYS})
+        assert (found.defaulted, found.degraded) == (0, ())
