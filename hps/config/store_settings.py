@@ -38,7 +38,7 @@ class MappedSettings(StrictModel):
     half of the memory limit."""
     verify_bytes_per_s: int = Field(256 << 20, ge=0)
     """Highest rate at which the files are verified after the start, in the background, in a fiftieth of a
-    processor's time; 0: not at all."""
+    processor's time; 0: only those that a later load reads into memory."""
 
 
 class RocksDbSettings(StrictModel):
