@@ -75,9 +75,9 @@ def open_models(configuration: Configuration) -> ConfiguredModels:
     from hps.node.version_start import versions_at_start
 
     models = ConfiguredModels()
-    versions, choices = versions_at_start(configuration, ChoiceFile(configuration.settings))
-    for version in versions:
-        if version.version == choices[version.name].current:
+    start = versions_at_start(configuration, ChoiceFile(configuration.settings))
+    for version in start.versions:
+        if version.version == start.choices[version.name].current:
             models.versions[version.name] = version
             models.tables[version.name] = version.embedding_tables()
     return models
