@@ -24,7 +24,14 @@ from hps.models.repository import ModelVersion, Repository, check_unchanged
 from hps.node.node import Node
 from hps.node.served_versions import LATEST, check_label
 from hps.node.traffic_control import TrafficControl, require_unnamed
-from hps.node.version_choice import VersionChoice, first_choice, policy_of
+from hps.node.version_choice import (
+    VersionChoice,
+    first_choice,
+    follows_published,
+    in_policy,
+    loaded_choice,
+    policy_of,
+)
 from hps.node.version_loader import NodeParts
 from hps.node.version_problems import VersionProblems
 from hps.node.version_switcher import Decide, VersionSwitcher
@@ -79,7 +86,7 @@ class ModelControl:
     @property
     def warnings(self) -> Mapping[str, str]:
         """Warnings about loaded versions, by model."""
-        loads, problems = self._switcher.warnings, self.problems
+        loads, problems = self._switcher.reports.warnings, self.problems
         return {
             name: "; ".join(filter(None, (loads.get(name), problems.get(name))))
             for name in {**loads, **problems}
@@ -136,7 +143,9 @@ class ModelControl:
             follows = version is None or self._is_newest(found)
 
             def loaded(former: VersionChoice | None) -> VersionChoice:
-                choice = self._loaded_choice(former, found, follows=follows, switch=switch)
+                choice = loaded_choice(
+                    self._settings, name, found.version, former, follows=follows, switch=switch
+                )
                 given = dict.fromkeys(labelled, found.version)
                 return replace(choice, labels={**choice.labels, **given})
 
@@ -148,22 +157,6 @@ class ModelControl:
         with suppress(Unavailable):  # it was opened from the cache of downloads
             return found.version >= max(self.repository.complete(found.name), default=0)
         return True
-
-    def _loaded_choice(
-        self, former: VersionChoice | None, found: ModelVersion, *, follows: bool, switch: bool
-    ) -> VersionChoice:
-        """The choice of a model once ``found`` is loaded."""
-        number = found.version
-        if former is None:
-            return replace(first_choice(self._settings, found.name, number), follows=follows)
-        if not switch:
-            return replace(former, pinned=former.pinned | {number})
-        choice = former.switched(number, follows=follows)
-        policy = policy_of(self._settings, found.name)
-        if policy.latest > 1 and not (policy.all or policy.specific):
-            highest = sorted(former.by_policy | {number})[-policy.latest :]
-            return replace(choice, by_policy=frozenset(highest))
-        return self._in_policy(found.name, choice)
 
     def unload(self, name: str, version: str | int | None = None) -> None:
         """Stop serving a model, or one version of it. Rows stay in the stores.
@@ -221,7 +214,7 @@ class ModelControl:
         number, follows = self._node.models.find(name, version).version, version == LATEST
 
         def switched(choice: VersionChoice) -> VersionChoice:
-            return self._in_policy(name, choice.switched(number, follows=follows))
+            return in_policy(self._settings, name, choice.switched(number, follows=follows))
 
         self._change(name, switched, "switch")
         return number
@@ -252,7 +245,7 @@ class ModelControl:
                     f"version {choice.current} of model '{name}' has become the current one meanwhile; "
                     "nothing was rolled back"
                 )
-            choice = self._in_policy(name, choice.switched(number, follows=False))
+            choice = in_policy(self._settings, name, choice.switched(number, follows=False))
             choice = replace(choice, switched_at=0.0)  # it is no new version
             if automatic:
                 choice = choice.without_share({current}, automatic, matches=True)
@@ -270,13 +263,6 @@ class ModelControl:
         self._problems.clear(name, number)
         return number
 
-    def _in_policy(self, name: str, choice: VersionChoice) -> VersionChoice:
-        """With the current version in place of the previous one, where the policy is the highest version."""
-        policy = policy_of(self._settings, name)
-        if policy.all or policy.specific or policy.latest > 1:
-            return choice
-        return replace(choice, by_policy=frozenset({choice.current}))
-
     # -- watched repository ----------------------------------------------------------------------
 
     def follow(self, name: str, published: Sequence[int]) -> None:
@@ -288,7 +274,7 @@ class ModelControl:
             policy = policy_of(self._settings, name)
             choice, found = self._switcher.choices.get(name), frozenset(policy.select(published))
             problems: dict[int, str] = {}
-            if choice is not None and not self._follows(name, choice):
+            if choice is not None and not follows_published(self._settings, name, choice):
                 found = choice.by_policy
             served = {each.version for each in self._node.models.of(name)}
             for version in sorted(found - served, reverse=True):
@@ -304,16 +290,14 @@ class ModelControl:
             removed = self._drop_removed(name, found)
             self._problems.set_watched(name, problems, "; ".join(removed))
 
-    def _follows(self, name: str, choice: VersionChoice) -> bool:
-        """Whether versions that are published are served."""
-        policy = policy_of(self._settings, name)
-        return bool(choice.follows or policy.all or policy.specific)
-
     def _follow_version(self, name: str, version: int, found: frozenset[int]) -> None:
         def followed(choice: VersionChoice | None) -> VersionChoice:
             if choice is None:
                 return first_choice(self._settings, name, version)
-            if not self._follows(name, choice) and version not in choice.by_policy:
+            if (
+                not follows_published(self._settings, name, choice)
+                and version not in choice.by_policy
+            ):
                 raise _NotFollowedError
             choice = replace(choice, by_policy=choice.by_policy | {version})
             if choice.follows and version == max(found) and version > choice.current:
@@ -339,7 +323,7 @@ class ModelControl:
                 return choice
             if choice.current in gone:
                 choice = choice.switched(max(served - gone), follows=choice.follows)
-            chosen = found if self._follows(name, choice) else choice.by_policy
+            chosen = found if follows_published(self._settings, name, choice) else choice.by_policy
             by_policy = frozenset(chosen & served) or choice.by_policy
             if choice.current not in choice.pinned and not choice.follows:
                 by_policy |= {choice.current}

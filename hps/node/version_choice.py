@@ -186,6 +186,42 @@ def first_choice(settings: Settings, name: str, version: int) -> VersionChoice:
     return VersionChoice(version, by_policy=frozenset({version}), traffic=rule)
 
 
+def loaded_choice(
+    settings: Settings,
+    name: str,
+    version: int,
+    former: VersionChoice | None,
+    *,
+    follows: bool,
+    switch: bool,
+) -> VersionChoice:
+    """The choice of a model once a version is loaded, with ``switch`` in place of the current one."""
+    if former is None:
+        return replace(first_choice(settings, name, version), follows=follows)
+    if not switch:
+        return replace(former, pinned=former.pinned | {version})
+    choice = former.switched(version, follows=follows)
+    policy = policy_of(settings, name)
+    if policy.latest > 1 and not (policy.all or policy.specific):
+        highest = sorted(former.by_policy | {version})[-policy.latest :]
+        return replace(choice, by_policy=frozenset(highest))
+    return in_policy(settings, name, choice)
+
+
+def in_policy(settings: Settings, name: str, choice: VersionChoice) -> VersionChoice:
+    """With the current version in place of the previous one, where the policy is the highest version."""
+    policy = policy_of(settings, name)
+    if policy.all or policy.specific or policy.latest > 1:
+        return choice
+    return replace(choice, by_policy=frozenset({choice.current}))
+
+
+def follows_published(settings: Settings, name: str, choice: VersionChoice) -> bool:
+    """Whether versions that are published are served."""
+    policy = policy_of(settings, name)
+    return bool(choice.follows or policy.all or policy.specific)
+
+
 def _chosen_versions(settings: Settings, name: str, available: list[int]) -> VersionChoice:
     stated = stated_version(settings, name)
     override = (settings.models.serve or {}).get(name)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 
@@ -23,9 +23,8 @@ from hps.node.phase_times import PhaseTimes
 from hps.node.served_versions import ServedModel, ServedModels
 from hps.node.version_choice import ChoiceFile, VersionChoice
 from hps.node.version_loader import LoadedModel, NodeParts, VersionLoader
+from hps.node.version_reports import VersionReports
 from hps.node.version_retirement import LastRequest, ReplacedVersion, VersionRetirement
-from hps.observability import metric_names as m
-from hps.observability.metric_traffic import ROLLBACK_REASONS
 from hps.periodic import PeriodicThread
 from hps.threads import SWITCH_S
 from hps.tiers.node import AttachedProcesses, LoadedVersion
@@ -68,8 +67,7 @@ class VersionSwitcher:
         """What is served of each model; replaced by changes."""
         self.loading: Mapping[str, int] = {}
         """Versions being loaded, by model."""
-        self.warnings: Mapping[str, str] = {}
-        """Warnings about loaded versions, by model."""
+        self.reports = VersionReports(node.metrics, lambda: node.models)
         self.on_change: list[Callable[[], None]] = []
         """Called, on any thread, after the served versions have changed."""
         self._rollback_s = parts.settings.models.rollback_s
@@ -83,10 +81,6 @@ class VersionSwitcher:
         self.retirement = VersionRetirement(
             parts.stores, self.loader.free, self._needed, self.loads
         )
-        for served in node.models:
-            self._create_counters(served)
-        node.metrics.gauges(m.MODEL_SERVED, self._served_gauge)
-        node.metrics.gauges(m.MODEL_LABEL, self._label_gauge)
 
     def close(self) -> None:
         """Wait for running changes, and reject others; does not wait for requests."""
@@ -180,7 +174,12 @@ class VersionSwitcher:
             if is_load:
                 self.loading = {n: v for n, v in self.loading.items() if n != name}
         del before, current  # a version is freed once nothing refers to it
-        self._report(name, choice, loaded, reason if switches else "", times)
+        if choice is None:
+            self.reports.unloaded(name)
+        elif loaded is not None:
+            self.reports.loaded(name, loaded.served.version, loaded.warning, times)
+        if choice is not None and switches:
+            self.reports.switched(name, choice.current, reason)
         with suppress(Unavailable):  # the change was made, and the node is being closed
             self._attached.settle(self.loader.require_open)
         for changed in self.on_change:
@@ -379,59 +378,6 @@ class VersionSwitcher:
             )
             self.retirement.retire(ReplacedVersion(old, resources, last, is_used))
         self._tables[:] = tables_of(self._opened)
-
-    def _report(
-        self,
-        name: str,
-        choice: VersionChoice | None,
-        loaded: LoadedModel | None,
-        reason: str,
-        times: PhaseTimes,
-    ) -> None:
-        """Log and count a change; ``reason`` is empty if the current version is as before."""
-        if choice is None:
-            self._warn(name, "")
-            log.info("model %s: unloaded", name)
-            return
-        if loaded is not None:
-            self._warn(name, loaded.warning)
-            self._node.metrics.counter(m.MODEL_LOADS, name, "served").add()
-            self._create_counters(name)
-            log.info(
-                "model %s: version %d is served after %s",
-                name,
-                loaded.served.version,
-                times,
-            )
-        if reason:
-            self._node.metrics.counter(m.MODEL_SWITCHES, name, reason).add()
-            log.info("model %s: version %d is the current one (%s)", name, choice.current, reason)
-
-    def _warn(self, name: str, warning: str) -> None:
-        with self._turn:
-            others = {model: text for model, text in self.warnings.items() if model != name}
-            self.warnings = others | ({name: warning} if warning else {})
-        if warning:
-            log.warning("model %s: %s", name, warning)
-
-    def _create_counters(self, served: str) -> None:
-        """Create the counters at the start: an alert would miss the first increment otherwise."""
-        self._node.metrics.counter(m.MODEL_SWITCHES, served, "load")
-        self._node.metrics.counter(m.MODEL_LOADS, served, "failed")
-        for result in ("settled", "timed_out", "failed"):
-            self._node.metrics.counter(m.MODEL_WARM_UPS, served, result)
-        for reason in ROLLBACK_REASONS:
-            self._node.metrics.counter(m.MODEL_AUTOMATIC_ROLLBACKS, served, reason)
-
-    def _served_gauge(self) -> Iterator[tuple[tuple[str, ...], float]]:
-        models = self._node.models
-        for each in models.versions:
-            yield (each.name, str(each.version)), models[each.name] is each
-
-    def _label_gauge(self) -> Iterator[tuple[tuple[str, ...], float]]:
-        for name, names in self._node.models.names.items():
-            for label, version in names.labels.items():
-                yield (name, label), version
 
 
 def _key_of(model: OpenedModel) -> Key:
