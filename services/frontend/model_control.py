@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import BoundedSemaphore
 from typing import Any
 
 from hps.config.traffic_settings import parse_rule
@@ -15,7 +14,6 @@ from services.frontend.errors import short_value
 from services.frontend.state import FrontendState, ServedEndpoint
 
 _DIGITS = re.compile("[0-9]{1,19}")
-_BUSY = "other changes of the served versions wait; retry when they have ended"
 
 
 def index(state: FrontendState, *, only_ready: bool = False) -> list[dict[str, Any]]:
@@ -63,15 +61,14 @@ def load(
     options: dict[str, Any] = {"labels": _labels(labels)} if labels else {}
     if beside:
         options["switch"] = False
-    busy = "a load is running and another is queued; retry when it has ended"
-    with _change(state, state.model_loads, busy):
+    with _change(state, is_load=True):
         return control.load(model, wanted, **options), control.warnings.get(model, "")
 
 
 def unload(state: FrontendState, name: str, version: Any = None) -> None:
     """Stop serving a model, or one version of it, by its number or a label."""
     control = _control(state)
-    with _change(state, state.model_changes, _BUSY):
+    with _change(state):
         if version in (None, ""):
             control.unload(_model_of(name))
         else:
@@ -83,7 +80,7 @@ def label(state: FrontendState, name: str, label: Any, version: Any) -> None:
     control = _control(state)
     if not isinstance(label, str):
         raise BadRequest("parameter 'label' must be a text")
-    with _change(state, state.model_changes, _BUSY):
+    with _change(state):
         control.label(_model_of(name), label, _reference(version) or None)
 
 
@@ -92,24 +89,29 @@ def switch(state: FrontendState, name: str, version: Any) -> int:
     control, wanted = _control(state), _reference(version)
     if not wanted:
         raise BadRequest("parameter 'version' is missing; give a served version's number or label")
-    with _change(state, state.model_changes, _BUSY):
+    with _change(state):
         return control.switch(_model_of(name), wanted)
 
 
 def rollback(state: FrontendState, name: str) -> int:
     """Make the previous version the current one again; returns its number."""
     control = _control(state)
-    with _change(state, state.model_changes, _BUSY):
+    with _change(state):
         return control.rollback(_model_of(name))
 
 
 @contextmanager
-def _change(state: FrontendState, limit: BoundedSemaphore, busy: str) -> Iterator[None]:
+def _change(state: FrontendState, *, is_load: bool = False) -> Iterator[None]:
     """Run a change of the models; afterwards serve those of the node, even if it failed.
 
     Each change occupies a thread that also answers health requests, so only a few may wait."""
+    limit = state.model_loads if is_load else state.model_changes
     if not limit.acquire(blocking=False):
-        raise Unavailable(busy)
+        raise Unavailable(
+            "a load is running and another is queued; retry when it has ended"
+            if is_load
+            else "other changes of the served versions wait; retry when they have ended"
+        )
     try:
         yield
     finally:
@@ -121,7 +123,7 @@ def set_traffic(state: FrontendState, name: str, rule: Any) -> dict[str, Any]:
     """Set the traffic rule of a model, None or empty: none; returns `traffic`."""
     control = _control(state)
     parsed = parse_rule(rule)
-    with _change(state, state.model_changes, _BUSY):
+    with _change(state):
         control.traffic.set_rule(_model_of(name), parsed)
     return traffic(state, name)
 
