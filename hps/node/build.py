@@ -22,7 +22,13 @@ from hps.node.dense_skew import publish_dense_skew
 from hps.node.gpu_caches import NodeGpus
 from hps.node.gpu_sharing import common_rows
 from hps.node.model_control import ModelControl
-from hps.node.model_opening import OpenedModel, open_model, tables_of, watermarks_of
+from hps.node.model_opening import (
+    OpenedModel,
+    OpenedTables,
+    open_model,
+    tables_of,
+    watermarks_of,
+)
 from hps.node.node import Node
 from hps.node.repository_watch import RepositoryWatch
 from hps.node.served_versions import ServedModel, ServedModels
@@ -110,7 +116,7 @@ class _NodeBuilder:
         self._ps_json = ps_json_models(configuration)
         self._opened = opened
         start, self._file = chosen
-        self._choices, self._left_out = start.choices, start.left_out
+        self._start, self._choices = start, start.choices
         self._progress = progress
         self._resources = resources
         self._metrics = Metrics()
@@ -126,7 +132,7 @@ class _NodeBuilder:
         later = self._resources.enter_context(ExitStack())
         stores, caches = self._stores, self._caches
         self._devices.check()  # cheap, so before rows are loaded
-        stores.open(self._progress)
+        stores.open(self._progress, leave_out=self._leave_out)
         writer = caches.open(self._devices.open())
         caches.fill(self._progress)
         serving = self._serving_context()
@@ -157,7 +163,7 @@ class _NodeBuilder:
         self._resources.callback(switcher.close)
         until_closed = CancelOn(switcher.closed)
         repository = repository_with(self._ps_json, self._configuration, until_closed)
-        control = ModelControl(parts, node, switcher, repository, self._left_out)
+        control = ModelControl(parts, node, switcher, repository, self._start.left_out)
         node.control = control
         described = self._ps_json.current
         RepositoryWatch(self._settings, repository, control, self._resources, described)
@@ -167,6 +173,15 @@ class _NodeBuilder:
         node.checkpoints = stores.checkpoints
         node.scheduler = self._devices.models.scheduler
         return node
+
+    def _leave_out(self, model: OpenedTables, error: ModelError) -> None:
+        """Do not serve a version whose rows cannot be loaded; see `VersionsAtStart.leave_out`."""
+        self._start.leave_out(model.version, error)
+        for each in self._opened:
+            if each.version is model.version and each.dense is not None:
+                each.dense.close()  # frees its memory on a GPU
+        self._opened[:] = [each for each in self._opened if each.version is not model.version]
+        self._tables[:] = tables_of(self._opened)
 
     def _open_streams(self) -> UpdateStreams:
         """The update streams, at first of the current versions; the others catch up beside them."""

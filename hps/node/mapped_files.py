@@ -1,4 +1,4 @@
-"""Mapped files as a node's only store, where their row marks are, and the check of their checksums."""
+"""The folder of the row marks of mapped files, and the check of the files' checksums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hps.config.schema import Settings
-from hps.models.loader import open_mapped_tables
 from hps.node.model_opening import OpenedTables, tables_of
 from hps.tiers.mapped.verified_files import VerifiedFiles
 
@@ -20,16 +19,6 @@ def shared_folder(settings: Settings) -> Path | None:
     """The folder of the shared CPU cache, in which other processes find row marks; None if there is none."""
     shared = settings.tiers.cpu_cache.shared
     return None if shared.name is None else shared.folder
-
-
-def open_file_tier(settings: Settings, opened: Sequence[OpenedTables]) -> MappedFileTier:
-    """Serve the mapped files of the tables ``opened``. Raises ModelError if one has none."""
-    from hps.tiers.mapped import MappedFileTier
-
-    tier = MappedFileTier(shared=shared_folder(settings))
-    for model in opened:
-        open_mapped_tables(model.version, model.tables.values(), tier)
-    return tier
 
 
 def verify_served(

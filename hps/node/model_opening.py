@@ -16,7 +16,7 @@ from hps.config.repository_uri import Location, RepositoryUri
 from hps.config.schema import ModelOverride
 from hps.dense.base import DenseModel
 from hps.dense.network_factory import NetworkSpec, check_local_network, open_network
-from hps.errors import ConfigError, HpsError
+from hps.errors import ConfigError, HpsError, ModelError
 from hps.lookup.base import Feature, LookupModel
 from hps.models.ps_json import ps_json_models, repository_with
 from hps.models.repository import SPEC_FILE, ModelVersion, Repository
@@ -110,6 +110,14 @@ class OpenedTables:
     def table_versions(self) -> set[int]:
         """Its version, and the versions that introduced its tables; metrics have these."""
         return {self.version.version, *(table.version for table in self.tables.values())}
+
+
+HandleDamage = Callable[[OpenedTables, ModelError], None]
+"""Raises the error of a model with damaged files, or leaves the model out."""
+
+
+def raise_damage(_model: OpenedTables, error: ModelError) -> None:
+    raise error
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from hps.backoff import Backoff
 from hps.config.schema import Settings
 from hps.config.store_settings import GuardSettings
-from hps.errors import ConfigError, TierError, TierMisfit
+from hps.errors import ConfigError, ModelError, TierError, TierMisfit
 from hps.models.preload import preload_tables
-from hps.node.model_opening import OpenedTables
+from hps.node.model_opening import HandleDamage, OpenedTables, raise_damage
 from hps.node.tier_status import TierStatus
 from hps.observability.meters import count_promotion
 from hps.observability.metrics import Metrics
@@ -96,23 +96,29 @@ class SharedRedis:
             },
         )
 
-    def load(self, models: Sequence[OpenedTables], progress: Progress) -> str | None:
+    def load(
+        self,
+        models: Sequence[OpenedTables],
+        progress: Progress,
+        damaged: HandleDamage,
+    ) -> str | None:
         """Check the tables and load a share of their rows.
 
-        If Redis is unavailable now, a thread does it later, and the warning about it is returned. Raises
-        ConfigError, and TierError if no other store has the rows."""
+        If Redis is unavailable now, a thread does it later, and the warning about it is returned.
+        ``damaged`` is called for a model with damaged files, and may raise the error. Raises ConfigError,
+        and TierError if no other store has the rows."""
 
-        def load(progress: Progress) -> None:
-            for model in models:
+        def load(progress: Progress, damaged: HandleDamage) -> None:
+            for model in [*models]:
                 if not any(each is model for each in self._models()):
                     continue  # it was removed
-                if self._share > 0:
-                    preload_tables(model.version, model.tables, self.tier, self._share, progress)
-                for table in model.tables.values():
-                    self.tier.check(table)
+                try:
+                    self._load(model, progress)
+                except ModelError as error:
+                    damaged(model, error)
 
         try:
-            load(progress)
+            load(progress, damaged)
         except TierError as error:
             if _NO_CLUSTER in str(error):
                 raise ConfigError(
@@ -123,9 +129,15 @@ class SharedRedis:
                 raise  # no other store has the rows
             message = f"{error}; serving without it until it responds"
             log.warning("%s", message)
-            self._load_later(partial(load, NoProgress()))
+            self._load_later(partial(load, NoProgress(), raise_damage))
             return message
         return None
+
+    def _load(self, model: OpenedTables, progress: Progress) -> None:
+        if self._share > 0:
+            preload_tables(model.version, model.tables, self.tier, self._share, progress)
+        for table in model.tables.values():
+            self.tier.check(table)
 
     def _load_later(self, load: Callable[[], None]) -> None:
         """Retry ``load`` on a thread until it does not raise TierError."""

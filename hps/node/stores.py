@@ -9,18 +9,20 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from hps.config.schema import Settings
 from hps.config.store_settings import GuardSettings, RocksDbSettings
-from hps.errors import TierError, Unavailable
+from hps.errors import ModelError, TierError, Unavailable
 from hps.models.check import check_disjoint_tables
 from hps.models.loader import load_tables, open_mapped_tables, version_of_rows
 from hps.models.remote import repository_of
 from hps.models.tables import TableFiles
-from hps.node.mapped_files import open_file_tier, shared_folder, verify_served
-from hps.node.model_opening import OpenedTables, tables_of
+from hps.node.mapped_files import shared_folder, verify_served
+from hps.node.model_opening import HandleDamage, OpenedTables, raise_damage, tables_of
+from hps.node.store_damage import damage_text
 from hps.node.tier_status import TierStatus
 from hps.observability import metric_names as m
 from hps.observability.meters import TierMeter
@@ -77,19 +79,31 @@ class NodeStores:
         self.statuses: list[TierStatus] = []
         self.warnings: list[str] = []
 
-    def open(self, progress: Progress, *, shared_only: bool = False) -> None:
+    def open(
+        self,
+        progress: Progress,
+        *,
+        shared_only: bool = False,
+        leave_out: HandleDamage = raise_damage,
+    ) -> None:
         """Open the stores and load the models' rows.
 
-        ``shared_only``: without the node's own RocksDB, for a process that is no node. Raises
-        ConfigError, ModelError or TierError; never because Redis is unavailable."""
+        ``shared_only``: without the node's own RocksDB, for a process that is no node. A model for which
+        ``leave_out`` does not raise is removed again. Raises ConfigError, ModelError or TierError; never
+        because Redis is unavailable."""
         tiers = self._settings.tiers
+
+        def remove(model: OpenedTables, error: ModelError) -> None:
+            leave_out(model, error)
+            self.remove(model)
+
         if tiers.rocksdb.enabled and not shared_only:
-            self.statuses.append(self._open_rocksdb(tiers.rocksdb, progress))
+            self.statuses.append(self._open_rocksdb(tiers.rocksdb, progress, remove))
         elif tiers.redis is None:
-            self.statuses.append(self._open_mapped())
+            self.statuses.append(self._open_mapped(remove))
         if tiers.redis is not None:
             self._redis = self._open_redis()
-            self._load_redis(self._redis, self._opened, progress)
+            self._load_redis(self._opened, progress, remove)
             self.statuses.insert(0, self._redis.status)
         if self._settings.updates.kafka is not None and not self.update_targets(shared=False):
             self.followed = self._follow()
@@ -104,11 +118,10 @@ class NodeStores:
             self._opened = [*self._opened, model]
         try:
             if self._rocksdb is not None:
-                self._load_rocksdb(self._rocksdb, [model], progress)
+                self._load_rocksdb(self._rocksdb, progress, model)
             if self._mapped is not None:
                 open_mapped_tables(model.version, model.tables.values(), self._mapped)
-            if self._redis is not None:
-                self._load_redis(self._redis, [model], progress)
+            self._load_redis([model], progress, raise_damage)
         except BaseException:
             self.remove(model)
             raise
@@ -217,28 +230,7 @@ class NodeStores:
 
     def damage(self) -> str:
         """Known damage of the node's own store, and the remedy; empty if none."""
-        if self._mapped is not None and (damaged := self._mapped.damage.tables()):
-            return (
-                f"damaged mapped files: {_listed(damaged)}; their rows are answered with the default. Import "
-                "the versions again"
-            )
-        rocksdb = self._rocksdb
-        if rocksdb is None or not (damaged := rocksdb.damage.tables()):
-            return ""
-        mapped = rocksdb.damaged_files()
-        own = {file: table for file, table in damaged.items() if file not in mapped}
-        texts = []
-        if own:
-            texts.append(
-                f"rocksdb: damaged table files: {_listed(own)}; their rows are answered with the default. "
-                "Stop the node and run `hps store verify --repair`"
-            )
-        if mapped:
-            texts.append(
-                f"damaged mapped files: {_listed(mapped)}; their rows are answered with the default. Remove "
-                "them and start the node again, which then loads the tables into RocksDB"
-            )
-        return "; ".join(texts)
+        return damage_text(self._rocksdb, self._mapped)
 
     def not_ready_reason(self) -> str:
         """`damage`, if it makes the node not ready; else empty."""
@@ -293,7 +285,9 @@ class NodeStores:
             return None
         return version_of_rows(self._rocksdb, table, self._files[table])
 
-    def _open_rocksdb(self, chosen: RocksDbSettings, progress: Progress) -> TierStatus:
+    def _open_rocksdb(
+        self, chosen: RocksDbSettings, progress: Progress, leave_out: HandleDamage
+    ) -> TierStatus:
         from hps.tiers.mapped import MappedTier
         from hps.tiers.rocksdb import RocksDbTuning
 
@@ -316,7 +310,7 @@ class NodeStores:
         # Threads: those of lookups, and two cache writers.
         guarded = self._guarded(store, chosen.guard, self._settings.tiers.lookup_threads + 2)
         store.open_tables(list(self._files))
-        self._load_rocksdb(store, self._opened, progress)
+        self._load_each(partial(self._load_rocksdb, store, progress), leave_out)
         verify_served(self._settings, store, self._served, self.verified_files, self._resources)
         if (chosen.layout, chosen.access) == ("native", "primary"):
             served = {(m.version.name, n) for m in self._opened for n in m.table_versions}
@@ -333,25 +327,34 @@ class NodeStores:
             exact=store.rows_exact,
         )
 
-    def _open_mapped(self) -> TierStatus:
+    def _open_mapped(self, leave_out: HandleDamage) -> TierStatus:
         """Serve the mapped files alone: there is no store for rows that are written later."""
+        from hps.tiers.mapped import MappedFileTier
+
         tiers = self._settings.tiers
-        store = self._mapped = open_file_tier(self._settings, self._opened)
+        store = self._mapped = MappedFileTier(shared=shared_folder(self._settings))
+        self._load_each(
+            lambda each: open_mapped_tables(each.version, each.tables.values(), store), leave_out
+        )
         guarded = self._guarded(store, tiers.rocksdb.guard, tiers.lookup_threads + 2)
         verify_served(self._settings, store, self._served, self.verified_files, self._resources)
         return TierStatus(guarded, store.rows, state=lambda: guarded.state)
 
-    def _load_rocksdb(
-        self, store: MappedTier, models: Sequence[OpenedTables], progress: Progress
-    ) -> None:
-        for model in models:
-            if self._settings.tiers.rocksdb.load:
-                load_tables(model.version, model.tables, store, progress)
-            else:
-                store.open_tables(list(model.tables.values()))
-                for name, table in model.tables.items():
-                    store.check(table)
-                    check_disjoint_tables(model.version.tables[name], table.key_bits)
+    def _load_each(self, load: Callable[[OpenedTables], None], leave_out: HandleDamage) -> None:
+        for model in [*self._opened]:
+            try:
+                load(model)
+            except ModelError as error:
+                leave_out(model, error)
+
+    def _load_rocksdb(self, store: MappedTier, progress: Progress, model: OpenedTables) -> None:
+        if self._settings.tiers.rocksdb.load:
+            load_tables(model.version, model.tables, store, progress)
+            return
+        store.open_tables(list(model.tables.values()))
+        for name, table in model.tables.items():
+            store.check(table)
+            check_disjoint_tables(model.version.tables[name], table.key_bits)
 
     def _open_redis(self) -> SharedRedis:
         from hps.node.shared_redis import SharedRedis
@@ -366,9 +369,9 @@ class NodeStores:
         )
 
     def _load_redis(
-        self, redis: SharedRedis, models: Sequence[OpenedTables], progress: Progress
+        self, models: Sequence[OpenedTables], progress: Progress, damaged: HandleDamage
     ) -> None:
-        if warning := redis.load(models, progress):
+        if self._redis is not None and (warning := self._redis.load(models, progress, damaged)):
             self.warnings.append(warning)
 
     def _guarded(self, tier: Tier, guard: GuardSettings, threads: int) -> GuardedTier:
@@ -391,7 +394,3 @@ def _figures(store: MappedTier) -> dict[str, Any]:
         return {**asdict(store.figures()), **asdict(store.mapped_figures())}
     except TierError:
         return {}
-
-
-def _listed(damaged: Mapping[str, str]) -> str:
-    return ", ".join(f"{file} of table {table}" for file, table in sorted(damaged.items()))

@@ -39,7 +39,7 @@ class VersionsAtStart:
     """Models whose versions were chosen at run time."""
 
     def leave_out(self, version: ModelVersion, error: ModelError) -> None:
-        """Do not serve a version that cannot be opened.
+        """Do not serve a version that cannot be opened, or whose rows cannot be loaded.
 
         Raises ``error`` if it is the current one, or was not chosen at run time."""
         name, choice = version.name, self.choices[version.name]
@@ -51,11 +51,12 @@ class VersionsAtStart:
 
     def add_reason(self, name: str, version: int, error: Exception) -> None:
         """Record and log why a version is left out."""
+        why = str(error)  # a log record with the error itself would keep the stores in memory
         log.warning(
-            "model %s: version %d, chosen at run time, is not served: %s", name, version, error
+            "model %s: version %d, chosen at run time, is not served: %s", name, version, why
         )
         if not isinstance(error, NotFound):
-            self.left_out.setdefault(name, {})[version] = str(error)
+            self.left_out.setdefault(name, {})[version] = why
 
 
 def versions_at_start(

@@ -20,6 +20,7 @@ from hps.models.version_writer import write_version
 from hps.node.model_opening import version_openers
 from hps.node.version_choice import FILE_NAME
 from hps.observability import metric_names as m
+from tests.support.redis_servers import shared_server
 from tests.support.waiting import PATIENT_GUARD, until
 
 SPEC = {"name": "words", "tables": [{"name": "left", "dim": 4}, {"name": "right", "dim": 2}]}
@@ -226,6 +227,71 @@ def test_damaged_versions_are_left_out_at_a_start(settings, repository, caplog, 
         assert not node.control.problems
     damage(repository / "words/3")
     with pytest.raises(ModelError):
+        hps.open(settings)
+
+
+def flip_a_byte(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("store", ["rocksdb", "mapped", "redis"])
+def test_versions_whose_rows_cannot_be_loaded_are_left_out_at_a_start(
+    settings, repository, tmp_path, caplog, store
+):
+    settings["models"]["state"] = str(tmp_path / "served.json")
+    settings["tiers"]["rocksdb"]["enabled"] = store == "rocksdb"
+    if store == "redis":
+        settings["tiers"]["redis"] = {
+            "addresses": [shared_server().address],
+            "timeout_ms": 20_000,
+            "guard": PATIENT_GUARD,
+        }
+    if store != "mapped":
+        for path in repository.glob("words/*/tables/*/mapped"):
+            path.unlink()
+    with hps.open(settings) as node:
+        node.load("words", 1, switch=False, labels=["canary"])
+        node.load("words", 2, switch=False)
+    kept = repository.parent / "kept"
+    shutil.copytree(repository, kept)
+
+    def damage(version):
+        """What a start finds only when it loads the rows."""
+        shutil.rmtree(tmp_path / "db", ignore_errors=True)
+        if store == "redis":
+            shared_server()  # without the rows of the last start
+        table = repository / f"words/{version}/tables/right"
+        if store == "mapped":
+            os.truncate(table / "mapped", 100)
+        else:
+            flip_a_byte(table / "emb_vector")
+
+    damage(1)
+    with hps.open(settings) as node:
+        assert (value(node), value(node, 2), served(node)) == (3, 2, [2, 3])
+        assert node.models.names["words"].labels == {}
+        assert cached(node) == {2, 3}
+        assert "version 1, chosen at run time, is not served" in caplog.text
+        assert "version 1, chosen at run time, is not served" in str(node.status()["warnings"])
+        assert "right" in node.control.problem("words", 1)
+        with pytest.raises(ModelError):
+            node.load("words", 1, switch=False)
+        shutil.rmtree(repository)
+        shutil.copytree(kept, repository)
+        node.load("words", 1, switch=False)
+        assert value(node, 1) == 1
+        assert not node.control.problems
+    damage(1)
+    with hps.open(settings) as node:
+        assert served(node) == [2, 3]
+    shutil.rmtree(repository)
+    shutil.copytree(kept, repository)
+    with hps.open(settings) as node:  # it is repaired
+        assert (value(node, 1), served(node)) == (1, [1, 2, 3])
+        assert not node.control.problems
+    damage(3)
+    with pytest.raises(ModelError, match="right"):
         hps.open(settings)
 
 
