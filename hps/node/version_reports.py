@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from hps.node.phase_times import PhaseTimes
 from hps.node.served_versions import ServedModels
+from hps.node.version_choice import VersionChoice
 from hps.observability import metric_names as m
 from hps.observability.metric_traffic import ROLLBACK_REASONS
 from hps.observability.metrics import Metrics
@@ -42,6 +43,18 @@ class VersionReports:
         """``reason``: why it has become the current version."""
         self._metrics.counter(m.MODEL_SWITCHES, name, reason).add()
         log.info("model %s: version %d is the current one (%s)", name, version, reason)
+
+    def labels_changed(
+        self, name: str, former: VersionChoice | None, choice: VersionChoice | None, reason: str
+    ) -> None:
+        """Log each label that has another version in ``choice``, or none, than in ``former``."""
+        before, after = ({} if each is None else each.labels for each in (former, choice))
+        for label in sorted({*before, *after}):
+            if (old := before.get(label)) != (new := after.get(label)):
+                log.info(
+                    "model %s: label '%s' changed: version %s -> %s (%s)",
+                    *(name, label, old or "none", new or "none", reason),
+                )
 
     def _warn(self, name: str, warning: str) -> None:
         with self._lock:

@@ -141,7 +141,7 @@ class VersionSwitcher:
             before, former = self._node.models, self.choices.get(name)
             opened = [*self._opened]
         choice, current = decide(former), before.get(name)
-        switches = choice is not None and (former is None or former.current != choice.current)
+        switches = _switches(former, choice)
         if switches and current is not None:
             self.loader.require_kept_updates(name)
         if found is not None and self.served(name, found.version) is not None:
@@ -167,7 +167,7 @@ class VersionSwitcher:
                         self._open_attached(loaded, undo)
                 with self._turn:
                     self.loader.require_open()
-                    switches, choice = self._commit(name, decide, loaded)
+                    former, choice = self._commit(name, decide, loaded)
                 times.end("switch")
                 undo.pop_all()
         finally:
@@ -178,8 +178,9 @@ class VersionSwitcher:
             self.reports.unloaded(name)
         elif loaded is not None:
             self.reports.loaded(name, loaded.served.version, loaded.warning, times)
-        if choice is not None and switches:
+        if choice is not None and _switches(former, choice):
             self.reports.switched(name, choice.current, reason)
+        self.reports.labels_changed(name, former, choice, reason)
         with suppress(Unavailable):  # the change was made, and the node is being closed
             self._attached.settle(self.loader.require_open)
         for changed in self.on_change:
@@ -249,10 +250,10 @@ class VersionSwitcher:
 
     def _commit(
         self, name: str, decide: Decide, loaded: LoadedModel | None
-    ) -> tuple[bool, VersionChoice | None]:
+    ) -> tuple[VersionChoice | None, VersionChoice | None]:
         """Serve what ``decide`` says, for which everything is ready; the caller holds the turn.
 
-        Returns whether another version is the current one, and the choice."""
+        Returns the former choice and the new one."""
         former = self.choices.get(name)
         choice = decide(former)
         self._require_ready(name, former, choice, loaded)
@@ -275,8 +276,7 @@ class VersionSwitcher:
             self._entering = []
             self._opened.append(loaded.opened)
         self._publish(models)
-        switches = choice is not None and (former is None or former.current != choice.current)
-        return switches, choice
+        return former, choice
 
     def _require_ready(
         self,
@@ -378,6 +378,11 @@ class VersionSwitcher:
             )
             self.retirement.retire(ReplacedVersion(old, resources, last, is_used))
         self._tables[:] = tables_of(self._opened)
+
+
+def _switches(former: VersionChoice | None, choice: VersionChoice | None) -> bool:
+    """True if another version becomes the current one."""
+    return choice is not None and (former is None or former.current != choice.current)
 
 
 def _key_of(model: OpenedModel) -> Key:

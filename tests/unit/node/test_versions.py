@@ -163,6 +163,31 @@ def test_labels_move_and_keep_their_versions(node):
             node.label("words", label, 2)
 
 
+def test_changes_of_labels_are_logged(node, caplog):
+    caplog.set_level("INFO", "hps.node.version_reports")
+
+    def changes():
+        found = [r.getMessage() for r in caplog.records if " changed: " in r.getMessage()]
+        caplog.clear()
+        return found
+
+    node.load("words", 1, switch=False, labels=["stable", "old"])
+    assert changes() == [
+        "model words: label 'old' changed: version none -> 1 (load)",
+        "model words: label 'stable' changed: version none -> 1 (load)",
+    ]
+    node.label("words", "stable", 3)
+    assert changes() == ["model words: label 'stable' changed: version 1 -> 3 (label)"]
+    node.label("words", "stable", 3)
+    node.load("words", 2, switch=False)
+    node.switch("words", 2)
+    assert changes() == []
+    node.label("words", "old", None)
+    assert changes() == ["model words: label 'old' changed: version 1 -> none (label)"]
+    node.unload("words")
+    assert changes() == ["model words: label 'stable' changed: version 3 -> none (unload)"]
+
+
 def test_versions_and_labels_are_served_after_a_restart(settings, repository, tmp_path):
     with hps.open(settings) as node:
         node.load("words", 1, switch=False, labels=["stable"])
