@@ -161,8 +161,10 @@ class UpdateStreams:
         most ``max_lag`` messages of each reader, or those of the last second.
 
         Readers that also feed tables of ``beside``, the current version, do not count: these miss the same
-        updates. Never waits."""
-        for stream in self._readers.streams:
+        updates. Waits while readers restart: tables without a reader at that moment would miss nothing."""
+        with self._changing:
+            streams = self._readers.streams
+        for stream in streams:
             if stream.thread.paused or not self._feeds_any(stream, tables):
                 continue
             if self._feeds_any(stream, beside):

@@ -145,6 +145,11 @@ class VersionChoice:
         )
 
 
+def is_switch(former: VersionChoice | None, choice: VersionChoice | None) -> bool:
+    """True if another version becomes the current one."""
+    return choice is not None and (former is None or former.current != choice.current)
+
+
 def policy_of(settings: Settings, name: str) -> VersionPolicy:
     """The version policy of a model."""
     override = (settings.models.serve or {}).get(name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -34,6 +34,9 @@ from hps.threads import rest
 from hps.types import EmbeddingTable, NoProgress, Progress, version_unix_ms
 
 _CHECK_EVERY_S = 0.05
+
+CurrentTables = Callable[[], Collection[EmbeddingTable]]
+"""The tables of a model's current version at this moment. Raises an error if the wait for it is to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +133,15 @@ class VersionLoader:
         current = {name: each.version for name, each in self._node.models.items()}
         self._node.streams.limit_networks(network_limits(models, current))
 
-    def catch_up(self, model: OpenedModel, current: OpenedModel | None) -> None:
+    def catch_up(self, model: OpenedModel, current: CurrentTables) -> None:
         """Wait until the update streams have fed ``model`` as far as the ``current`` version.
 
-        Raises Unavailable after `models.catch_up_s`."""
+        Raises Unavailable after `models.catch_up_s`, and the errors of ``current``."""
         # After the live reader began to feed it, so that no file is between the two.
         wait_s = self._settings.models.catch_up_s
         self._node.streams.replay_files(made_at([model]), self._closed, wait_s)
-        self._catch_up_here(model, () if current is None else [*current.tables.values()])
-        self._require_fed(model)
+        self._catch_up_here(model, current)
+        self._require_fed(model, current)
 
     def require_kept_updates(self, name: str) -> None:
         """Raise ConfigError if another version could not get the updates that the current one has."""
@@ -156,20 +159,20 @@ class VersionLoader:
         if self._closed.is_set():
             raise Unavailable("the node is being closed; ask another replica")
 
-    def _catch_up_here(self, model: OpenedModel, beside: Collection[EmbeddingTable]) -> None:
+    def _catch_up_here(self, model: OpenedModel, current: CurrentTables) -> None:
         tables, wait_s = list(model.tables.values()), self._settings.models.catch_up_s
         until = time.monotonic() + wait_s
         max_lag = self._settings.updates.max_lag_at_switch
-        while behind := self._node.streams.behind(tables, beside, max_lag):
+        while behind := self._node.streams.behind(tables, current(), max_lag):
             if time.monotonic() > until:
                 raise Unavailable(
                     f"model '{model.version.name}' version {model.version.version} was not brought up to "
-                    f"date within {wait_s:g} s (models.catch_up_s): {behind}; the version served stays"
+                    f"date within {wait_s:g} s (models.catch_up_s): {behind}; nothing was changed"
                 )
             self._closed.wait(_CHECK_EVERY_S)
             self.require_open()
 
-    def _require_fed(self, model: OpenedModel) -> None:
+    def _require_fed(self, model: OpenedModel, current: CurrentTables) -> None:
         """Wait until a Redis fed by `hps ingest` has the updates of the version that this node has read."""
         kafka = self._settings.updates.kafka
         if kafka is None or kafka.shared_writer != "ingest":
@@ -194,6 +197,7 @@ class VersionLoader:
                         )
                     self._closed.wait(_CHECK_EVERY_S)
                     self.require_open()
+                    current()
 
 
 def made_at(opened: Iterable[OpenedModel]) -> dict[EmbeddingTable, int]:

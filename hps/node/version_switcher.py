@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 
@@ -21,14 +21,14 @@ from hps.node.model_opening import OpenedModel, tables_of
 from hps.node.node import Node
 from hps.node.phase_times import PhaseTimes
 from hps.node.served_versions import ServedModel, ServedModels
-from hps.node.version_choice import ChoiceFile, VersionChoice
+from hps.node.version_choice import ChoiceFile, VersionChoice, is_switch
 from hps.node.version_loader import LoadedModel, NodeParts, VersionLoader
 from hps.node.version_reports import VersionReports
 from hps.node.version_retirement import LastRequest, ReplacedVersion, VersionRetirement
 from hps.periodic import PeriodicThread
 from hps.threads import SWITCH_S
 from hps.tiers.node import AttachedProcesses, LoadedVersion
-from hps.types import Progress
+from hps.types import EmbeddingTable, Progress
 
 log = logging.getLogger(__name__)
 _EXPIRE_EVERY_S = 0.5
@@ -37,7 +37,7 @@ Key = tuple[str, int]
 """A model's name and one of its versions."""
 Decide = Callable[[VersionChoice | None], VersionChoice | None]
 """Makes the choice of a model's versions from the present one; None: nothing is served. It is called again
-after a load, during which others may have changed the choice."""
+during and after waits, in which others may have changed the choice."""
 
 
 class VersionSwitcher:
@@ -97,9 +97,9 @@ class VersionSwitcher:
         """The served versions with their files."""
         return [*self._opened]
 
-    def opened_model(self, served: ServedModel) -> OpenedModel:
-        of = served.name, served.version
-        return next(each for each in self._opened if _key_of(each) == of)
+    def _find(self, name: str, version: int) -> OpenedModel | None:
+        """A served version with its files."""
+        return next((each for each in self.opened() if _key_of(each) == (name, version)), None)
 
     def _needed(self, name: str) -> set[int]:
         choice = self.choices.get(name)
@@ -141,7 +141,7 @@ class VersionSwitcher:
             before, former = self._node.models, self.choices.get(name)
             opened = [*self._opened]
         choice, current = decide(former), before.get(name)
-        switches = _switches(former, choice)
+        switches = is_switch(former, choice)
         if switches and current is not None:
             self.loader.require_kept_updates(name)
         if found is not None and self.served(name, found.version) is not None:
@@ -155,14 +155,15 @@ class VersionSwitcher:
         try:
             with ExitStack() as undo:
                 loaded = None
-                old = next((m for m in opened if current and _key_of(m) == _of(current)), None)
+                old = None if current is None else self._find(name, current.version)
                 if choice is not None:
                     if found is not None:
                         loaded = self._load(found, choice, old, opened, undo, times, progress)
                     if switches:
                         self._warm_up(name, choice.current, reason, loaded)
                         times.end("warm-up")
-                    self._catch_up(name, choice, old, opened, loaded, undo)
+                    if switches or loaded is not None:
+                        self._catch_up(name, decide, choice.current, loaded, undo)
                     if loaded is not None:
                         self._open_attached(loaded, undo)
                 with self._turn:
@@ -178,7 +179,7 @@ class VersionSwitcher:
             self.reports.unloaded(name)
         elif loaded is not None:
             self.reports.loaded(name, loaded.served.version, loaded.warning, times)
-        if choice is not None and _switches(former, choice):
+        if choice is not None and is_switch(former, choice):
             self.reports.switched(name, choice.current, reason)
         self.reports.labels_changed(name, former, choice, reason)
         with suppress(Unavailable):  # the change was made, and the node is being closed
@@ -213,22 +214,28 @@ class VersionSwitcher:
     def _catch_up(
         self,
         name: str,
-        choice: VersionChoice,
-        old: OpenedModel | None,
-        opened: list[OpenedModel],
+        decide: Decide,
+        number: int,
         loaded: LoadedModel | None,
         undo: ExitStack,
     ) -> None:
-        """Wait until the loaded version, or the one to switch to, has the updates of the ``old`` one."""
-        if loaded is not None:
+        """Wait until the loaded version, or ``number`` to switch to, has the updates of the current one.
+
+        Raises the errors of ``decide``: others have made a choice that ends the change."""
+        if loaded is None:
+            model = self._find(name, number)
+        else:
+            model = loaded.opened
             undo.callback(self._enter, None)
-            self._enter(loaded.opened)
-        number = choice.current if loaded is None else loaded.served.version
-        if old is None or old.version.version != number:
-            known = [*opened, *([loaded.opened] if loaded else [])]
-            model = next((each for each in known if _key_of(each) == (name, number)), None)
-            if model is not None:
-                self.loader.catch_up(model, old)
+            self._enter(model)
+
+        def current_tables() -> Collection[EmbeddingTable]:
+            decide(choice := self.choices.get(name))
+            current = None if choice is None else self._find(name, choice.current)
+            return () if current is None else current.tables.values()
+
+        if model is not None:
+            self.loader.catch_up(model, current_tables)
 
     def _enter(self, model: OpenedModel | None) -> None:
         """Let the update streams feed a version before it is served; None: no more."""
@@ -364,7 +371,8 @@ class VersionSwitcher:
         self, gone: Iterable[ServedModel], dropped: Mapping[Key, LoadedVersion]
     ) -> None:
         """Free ``gone`` versions once no request uses them, in this process or a remote one."""
-        retired = [(served, self.opened_model(served)) for served in gone]
+        by_key = {_key_of(each): each for each in self._opened}
+        retired = [(served, by_key[served.name, served.version]) for served in gone]
         old_ids = {id(old) for _, old in retired}
         self._opened[:] = [each for each in self._opened if id(each) not in old_ids]
         if retired:
@@ -380,14 +388,5 @@ class VersionSwitcher:
         self._tables[:] = tables_of(self._opened)
 
 
-def _switches(former: VersionChoice | None, choice: VersionChoice | None) -> bool:
-    """True if another version becomes the current one."""
-    return choice is not None and (former is None or former.current != choice.current)
-
-
 def _key_of(model: OpenedModel) -> Key:
     return model.version.name, model.version.version
-
-
-def _of(served: ServedModel) -> Key:
-    return served.name, served.version

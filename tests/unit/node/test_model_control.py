@@ -5,6 +5,7 @@ import logging
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -580,6 +581,7 @@ class _Behind:
     def __init__(self, streams):
         self._streams, self.why = streams, "hps.node.x has 3 messages to apply"
         self.tables_set = []
+        self.compared = []
 
     def __getattr__(self, name):
         return getattr(self._streams, name)
@@ -587,7 +589,8 @@ class _Behind:
     def set_tables(self, tables, watermarks):
         self.tables_set.append({table.version for table in tables})
 
-    def behind(self, *_):
+    def behind(self, _tables, beside=(), _max_lag=0):
+        self.compared.append({table.version for table in beside})
         return self.why
 
 
@@ -604,3 +607,42 @@ def test_version_that_does_not_catch_up_is_not_served(settings, repository):
         assert streams.tables_set == [{1, 2}, {1}]
         streams.why = ""
         assert node.load("words") == 2
+
+
+def test_rollback_that_waits_for_updates_ends_when_the_model_is_unloaded(settings, repository):
+    settings["models"]["catch_up_s"] = 600
+    with hps.open(settings) as node, ThreadPoolExecutor(1) as pool:
+        write(repository, 2)
+        node.load("words", 2)
+        settled(node)
+        streams = node.streams = _Behind(node.streams)
+        rollback = pool.submit(node.rollback, "words")  # is a load
+        until(lambda: streams.compared)
+        node.unload("words")
+        with pytest.raises(NotFound, match="'words' is not found"):
+            rollback.result(60)
+        assert not node.control.loading
+
+
+def test_loaded_version_is_compared_with_the_present_current_one(settings, repository):
+    settings["models"]["catch_up_s"] = 600
+    with hps.open(settings) as node, ThreadPoolExecutor(1) as pool:
+        write(repository, 2)
+        write(repository, 3)
+        node.load("words", 2, switch=False)
+        compared = []
+
+        def behind(tables, beside=(), _max_lag=0):
+            """Version 3 has the reader of version 2."""
+            if {table.version for table in tables} != {3}:
+                return ""
+            compared.append({table.version for table in beside})
+            return "" if compared[-1] == {2} else "hps.node.x has 3 messages to apply"
+
+        node.streams = _Behind(node.streams)
+        node.streams.behind = behind
+        load = pool.submit(node.load, "words", 3)
+        until(lambda: {1} in compared)
+        node.switch("words", 2)
+        assert load.result(60) == 3
+        assert value(node) == 3007

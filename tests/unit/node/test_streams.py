@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 
 import numpy as np
@@ -129,6 +130,26 @@ def test_direct_writes_do_not_change_the_age(resources):
     until(lambda: streams.age_s(USERS) > 0.2)
     streams.write([USERS], np.array([1]), np.ones((1, 2), np.float32), np.empty(0, np.int64))
     assert streams.age_s(USERS) > 0.2
+
+
+def test_tables_whose_reader_restarts_are_behind(resources, monkeypatch):
+    streams = cut_off(resources, [USERS])
+    other = EmbeddingTable.make("users", 2, model="ctr", version=2)
+    entered, gate = threading.Event(), threading.Event()
+
+    def slow():
+        entered.set()
+        assert gate.wait(60)
+
+    streams._readers._feeds[0].resources.callback(slow)  # closes first
+    with ThreadPoolExecutor(2) as pool:
+        restart = pool.submit(streams.set_tables, [other], {})
+        assert entered.wait(60)
+        behind = pool.submit(streams.behind, [other])
+        assert not wait([behind], 0.1).done
+        gate.set()
+        restart.result(60)
+        assert "does not know its partitions" in behind.result(60)
 
 
 def test_seek_while_partitions_are_unknown_raises_unavailable(resources):
