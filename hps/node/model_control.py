@@ -219,6 +219,12 @@ class ModelControl:
         self._change(name, switched, "switch")
         return number
 
+    def rollback_loads(self, name: str) -> bool:
+        """True if `rollback` must load the previous version, which was freed."""
+        choice = self._switcher.choices.get(name)
+        previous = None if choice is None else choice.previous
+        return previous is not None and self._switcher.served(name, previous) is None
+
     def rollback(
         self,
         name: str,

@@ -95,9 +95,9 @@ def switch(state: FrontendState, name: str, version: Any) -> int:
 
 def rollback(state: FrontendState, name: str) -> int:
     """Make the previous version the current one again; returns its number."""
-    control = _control(state)
-    with _change(state):
-        return control.rollback(_model_of(name))
+    control, model = _control(state), _model_of(name)
+    with _change(state, is_load=control.rollback_loads(model)):
+        return control.rollback(model)
 
 
 @contextmanager

@@ -110,7 +110,7 @@ class FrontendState(ServerState[OpenModels]):
         """True if every port may load and unload models, not only those of administration."""
         self.linger_s = settings.models.linger_s
         self.model_loads = threading.BoundedSemaphore(_MAX_MODEL_LOADS)
-        """Held while a version is loaded."""
+        """Held while a version is loaded, also for a rollback."""
         self.model_changes = threading.BoundedSemaphore(_MAX_MODEL_CHANGES)
         """Held during other changes of the served versions."""
         self.observer = RequestObserver(settings.server.access_log)

@@ -116,6 +116,7 @@ def test_switch_and_rollback_keep_the_previous_version_warm(node):
     node.load("words", 2)
     assert (value(node), served(node)) == (2, [2, 3])
     engine = node.model("words", 3).engine
+    assert not node.control.rollback_loads("words")
     assert node.rollback("words") == 3
     assert node.model("words").engine is engine  # it was still in memory
     assert (value(node), counted(node, "rollback"), counted(node, "load")) == (3, 1, 1)
@@ -137,6 +138,7 @@ def test_previous_version_is_freed_after_its_time(settings):
         node.load("words", 2)
         until(lambda: served(node) == [2])
         until(lambda: cached(node) == {2})
+        assert node.control.rollback_loads("words")
         assert changes == [[2, 3], [2]]
         assert node.rollback("words") == 3  # is loaded again
         assert value(node) == 3

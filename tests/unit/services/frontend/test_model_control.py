@@ -128,6 +128,31 @@ def test_waiting_loads_do_not_block_other_requests(small, control):
     assert model_control.load(small.state, "other")[0] == 7
 
 
+def test_rollbacks_that_load_do_not_block_short_changes(small, control):
+    """They count as loads."""
+    small.state.serve(small.node)
+    entered, gate = threading.Semaphore(0), threading.Event()
+
+    def rollback(name):
+        if name == "freed":
+            entered.release()
+            assert gate.wait(60)
+        return 1
+
+    control.rollback, control.rollback_loads = rollback, lambda name: name == "freed"
+    with ThreadPoolExecutor(6) as pool:
+        loads = [pool.submit(model_control.rollback, small.state, "freed") for _ in range(2)]
+        assert all(entered.acquire(timeout=60) for _ in loads)
+        for change in (model_control.rollback, model_control.load):
+            with pytest.raises(Unavailable, match="a load is running"):
+                change(small.state, "freed")
+        for _ in range(5):
+            assert model_control.rollback(small.state, "other") == 1  # its version is in memory
+            model_control.unload(small.state, "other")
+        gate.set()
+        assert [each.result(60) for each in loads] == [1, 1]
+
+
 def test_models_are_refreshed_after_a_failed_change(small, control):
     small.state.serve(small.node)
 

@@ -278,6 +278,9 @@ class FakeControl:
     def unload(self, name):
         self.calls.append(("unload", name))
 
+    def rollback_loads(self, name):
+        return False
+
 
 def test_models_are_loaded_and_unloaded_over_grpc(serve, small):
     admin = Stub(serve(), "Admin")
