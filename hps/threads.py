@@ -44,19 +44,22 @@ def paced(share: float) -> Iterator[None]:
         _pace.share = former
 
 
-def rest() -> None:
-    """Sleep as the thread is `paced`, at most half a second; does nothing in other threads."""
+def rest(*, without_lock: bool = False) -> None:
+    """Sleep as the thread is `paced`, at most half a second; does nothing in other threads.
+
+    ``without_lock``: the work since the last call hardly held the interpreter lock, as native code does;
+    it is not thinned at first."""
     share = getattr(_pace, "share", 0.0)
     if not share:
         return
     worked = time.thread_time() - _pace.worked_s
-    if _pace.first_s > 0:
+    if _pace.first_s > 0 and not without_lock:
         share *= _FIRST_SHARE
     pause_s = worked * (1 / share - 1)
     if pause_s >= _SHORTEST_REST_S:
         time.sleep(min(pause_s, _LONGEST_REST_S))
         _pace.worked_s = time.thread_time()
-        _pace.first_s -= worked
+        _pace.first_s -= 0.0 if without_lock else worked
 
 
 class CompletedFuture(Future[T], Generic[T]):

@@ -116,7 +116,7 @@ class MappedMemory:
             for _ in self._steps(mapped, hot, verify=verify):
                 if self._closed.is_set():
                     return
-                rest()
+                rest(without_lock=True)
         except ModelError as error:
             raise ModelError(
                 f"table {table.id} has a damaged mapped file: {error}. Restore the file, or publish the rows "

@@ -265,10 +265,14 @@ def test_paced_thread_sleeps_in_proportion_to_its_work(monkeypatch):
     with threads.paced(0.2):
         worked[0] += 2e-6
         threads.rest()  # too short to sleep: it is added to the next one
-        for step in (2e-3, 10.0, 2e-3):
+        worked[0] += 2e-3
+        threads.rest()
+        worked[0] += 0.1
+        threads.rest(without_lock=True)
+        for step in (10.0, 2e-3):
             worked[0] += step
             threads.rest()
-    assert slept == pytest.approx([49 * 2.002e-3, 0.5, 4 * 2e-3])  # thinner at first
+    assert slept == pytest.approx([49 * 2.002e-3, 4 * 0.1, 0.5, 4 * 2e-3])  # thinner at first
 
 
 def test_other_threads_do_not_rest(monkeypatch):
