@@ -102,6 +102,8 @@ class PlannedModelOptions:
     """The model; required if there are several."""
     table: list[str] | None = option(None, metavar="NAME=ROWSxDIM")
     """A table, if there are no files yet, such as user=1000000x32 or ad=50000x16:float16; repeatable."""
+    redis: str | None = option(None, metavar="HOST:PORT")
+    """A Redis that nodes will share, in place of the addresses of --config; measured with generated rows."""
 
     @property
     def is_given(self) -> bool:
@@ -110,6 +112,12 @@ class PlannedModelOptions:
 
     def open(self) -> PlannedModel:
         """Describe the model. Raises ConfigError, ModelError, NotFound."""
+        from hps.tools.plan import model
+
+        opened = self._opened()
+        return opened if self.redis is None else model.with_redis(opened, self.redis)
+
+    def _opened(self) -> PlannedModel:
         from hps.tools.plan import model
 
         if not self.is_given:
@@ -143,7 +151,7 @@ class PlanOptions(ReportOptions):
     """The policy by which the CPU cache evicts rows."""
     price: PriceOptions
     calibration: Path | None = option(None, metavar="FILE")
-    """Use the latencies of this file, written by --save-calibration, instead of measuring them."""
+    """Use the latencies of this file, which --save-calibration wrote here or on another machine."""
     save_calibration: Path | None = option(None, metavar="FILE")
     """Write the measured latencies to this file."""
     no_latency: bool = option(False)
@@ -161,11 +169,11 @@ def plan(options: PlanOptions) -> None:
     """Size the caches from a trace of keys: hit rates, latencies, bytes, cost, and a configuration.
 
     Reads which keys your requests ask for, computes the hit rate of each table's cache for every size,
-    measures lookups on this machine with generated rows (some 8 seconds), and prints the smallest
-    caches that meet the target, as YAML for your configuration. Without a target it plans for 95 % of
-    the hits that the trace allows. The trace should be several times as long as the tables are used: a
-    row's first access always misses. Latencies are those of a lookup in the process, without HTTP and
-    queues. docs/sizing.md explains the numbers. Exit code 2: no cache meets the target."""
+    measures lookups with generated rows (some 8 seconds on this machine, as long for Redis), and prints
+    the smallest caches that meet the target, as YAML for your configuration. Without a target it plans
+    for 95 % of the hits that the trace allows. The trace should be several times as long as the tables
+    are used: a row's first access always misses. Latencies are those of a lookup in the process, without
+    HTTP and queues. docs/sizing.md explains the numbers. Exit code 2: no cache meets the target."""
     from hps.cli.plan_show import chart_lines, show
     from hps.tools.plan.chart import save_chart
 
@@ -194,15 +202,21 @@ def _require_writable(options: PlanOptions) -> None:
 
 def make_report(options: PlanOptions) -> PlanReport:
     """Read the trace, and choose a cache. Raises ConfigError, BadRequest and others."""
+    from hps.cli.plan_calibration import calibration_of
     from hps.tools.plan.gpu import gpu_allocation
     from hps.tools.plan.inputs import demands_of
     from hps.tools.plan.memory import configured_memory
+    from hps.tools.plan.node_latency import redis_share_of
     from hps.tools.plan.planner import Planner
     from hps.tools.plan.report import PlanReport
 
     model, trace = _recorded(options) if options.live.server else _read(options)
     demands = demands_of(model, trace, _evictions(options, model, trace))
-    calibration = _calibration(options, model, trace)
+    calibration: Calibration | None = None
+    unknown: Mapping[str, str] = {}
+    if not options.no_latency:
+        files = options.calibration, options.save_calibration
+        calibration, unknown = calibration_of(model, trace, *files)
     gpu = {}
     if options.goal.gpu_memory is not None:
         gpu = dict(gpu_allocation(demands, options.goal.gpu_memory))
@@ -214,12 +228,23 @@ def make_report(options: PlanOptions) -> PlanReport:
         prices=options.price.prices(),
         gpus=len(model.settings.tiers.gpu.devices) if gpu else 0,
         files={name: size for name, size in model.direct_files().items() if name in demands},
+        redis_share=redis_share_of(model.settings),
     )
     chosen, current = planner.choose(), None
     if options.planned.config is not None:
         rows, in_memory = configured_memory(model)
         current = planner.predict(rows, tuple(name for name in in_memory if name in demands))
-    return PlanReport(model, trace, demands, chosen, gpu, current, calibration, files=planner.files)
+    return PlanReport(
+        model,
+        trace,
+        demands,
+        chosen,
+        gpu,
+        current,
+        calibration,
+        files=planner.files,
+        unknown_latency=unknown,
+    )
 
 
 def _read(options: PlanOptions) -> tuple[PlannedModel, Trace]:
@@ -245,7 +270,7 @@ def _recorded(options: PlanOptions) -> tuple[PlannedModel, Trace]:
     from hps.cli.plan_live import record, trace_of_recording
     from hps.cli.progress import ConsoleProgress
     from hps.lookup.key_sampling import MAX_KEYS
-    from hps.tools.plan.model import model_of_status
+    from hps.tools.plan.model import model_of_status, with_redis
 
     if options.trace:
         raise ConfigError("--server records a trace, so remove the files of keys")
@@ -254,6 +279,8 @@ def _recorded(options: PlanOptions) -> tuple[PlannedModel, Trace]:
             model = options.planned.open()
         else:
             model = model_of_status(admin.status(), options.planned.model)
+            if options.planned.redis is not None:
+                model = with_redis(model, options.planned.redis)
         keys = min(options.keys, MAX_KEYS)
         packed = record(admin, model.name, options.seconds, keys, ConsoleProgress())
     if options.save_trace is not None:
@@ -269,22 +296,3 @@ def _evictions(options: PlanOptions, model: PlannedModel, trace: Trace) -> Mappi
         return dict.fromkeys(trace.samples, options.eviction.value)
     tables = {name: model.tables[name].table for name in trace.samples}
     return {name: eviction_of(model.settings, table) or default for name, table in tables.items()}
-
-
-def _calibration(options: PlanOptions, model: PlannedModel, trace: Trace) -> Calibration | None:
-    from hps.tools.output import console
-    from hps.tools.plan.calibration import calibrate
-    from hps.tools.plan.inputs import loads_of
-    from hps.tools.plan.latency import Calibration
-
-    if options.no_latency:
-        return None
-    if options.calibration is not None:
-        return Calibration.load(options.calibration)
-    mapped = all(model.tables[name].mapped_bytes is not None for name in trace.samples)
-    with console(stderr=True).status("measuring lookups on this machine"):
-        in_memory = not trace.samples.keys().isdisjoint(model.direct_files())
-        measured = calibrate(loads_of(model, trace), mapped=mapped, in_memory=in_memory)
-    if options.save_calibration is not None:
-        measured.save(options.save_calibration)
-    return measured

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from hps.tools.plan.report import PlanReport
 
 _SHORT_TRACE = 0.5
+_UNKNOWN = {
+    "Redis": "Misses are predicted as reads of a local store; run the command where the Redis answers, or "
+    "give a --calibration FILE that was saved there",
+}
 _MOST_LINES = 10
 
 
@@ -123,6 +127,8 @@ def _milliseconds(us: float | None) -> FormattedNumber:
 
 def _warn(report: PlanReport) -> None:
     """Warn of what makes the predictions doubtful."""
+    for tier, reason in report.unknown_latency.items():
+        warn(f"{tier} is not in the predicted latencies: {reason}. {_UNKNOWN[tier]}")
     for name, demand in report.demands.items():
         curve = demand.curve
         if curve.unknown_share > 0.001:

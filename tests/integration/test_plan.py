@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.peers.process import free_ports
 from hps.cli.main import app
+from hps.errors import TierError
 from hps.lookup.key_sampling import KeySampler
-from hps.tools.plan.calibration import TableLoad, calibrate
+from hps.tools.plan.calibration import calibrate, calibrate_redis
+from hps.tools.plan.calibration_requests import TableLoad
 from hps.tools.plan.curves import TableCurve, simulate
+from tests.support import redis_servers
 
 BATCH = 1024
 
@@ -81,3 +85,57 @@ def test_plan_measures_latencies(tmp_path):
     assert plan["core_keys_per_s"] > 1_000
     again = CliRunner().invoke(app, [*words, "--calibration", str(saved), "-o", "json"])
     assert json.loads(again.stdout)["plan"] == plan
+
+
+@pytest.fixture
+def redis():
+    return redis_servers.shared_server()
+
+
+@pytest.mark.parametrize("layout", ["native", "hps"])
+def test_lookups_over_redis_are_measured_and_leave_nothing(redis, layout):
+    loads = [TableLoad("user", 16, "float32", 50_000, 64, 64, "sum")]
+    loads.append(TableLoad("ads", 8, "float16", 9_000, 192, 64, "mean"))
+    # Limits that would take rows away during the measurement.
+    chosen = redis_servers.settings(redis, layout=layout, overflow_margin=10)
+    found = calibrate_redis(loads, chosen, seconds=2.0)
+    assert found.misses[0] == 0
+    assert found.misses[-1] == pytest.approx(0.8 * 256, abs=2)
+    assert 0 < found.p50_us[0] < found.p50_us[1] <= found.p50_us[-1]
+    assert redis.ask("DBSIZE") == 0
+
+
+def test_redis_that_does_not_answer_is_an_error():
+    (port,) = free_ports(1)
+    chosen = redis_servers.RedisSettings(addresses=[f"127.0.0.1:{port}"])
+    with pytest.raises(TierError, match="redis"):
+        calibrate_redis([TableLoad("user", 16, "float32", 50_000, 64)], chosen, seconds=0.1)
+
+
+@pytest.fixture
+def plan_words(tmp_path):
+    keys = np.minimum(np.random.default_rng(1).zipf(1.3, (500, 64)) - 1, 19_999)
+    np.save(tmp_path / "keys.npy", keys.reshape(-1))
+    table = ["--table", "t=20000x16", "--batch", "64", "--memory", "50000"]
+    return ["plan", str(tmp_path / "keys.npy"), *table]
+
+
+def test_plan_measures_redis(tmp_path, plan_words, redis):
+    saved = tmp_path / "calibration.json"
+    words = [*plan_words, "--redis", redis.address, "-o", "json"]
+    done = CliRunner().invoke(app, [*words, "--save-calibration", str(saved)])
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["unknown_latency"] == {}
+    assert 0 < found["plan"]["p50_us"] <= found["plan"]["p99_us"]
+    assert found["calibration"]["redis"]["p50_us"][-1] > 0
+    assert [tier["tier"] for tier in found["tiers"]] == ["CPU cache", "Redis", "mapped files"]
+    again = CliRunner().invoke(app, [*words, "--calibration", str(saved)])
+    assert json.loads(again.stdout)["plan"] == found["plan"]
+
+
+def test_plan_says_that_redis_is_not_predicted(plan_words):
+    (port,) = free_ports(1)
+    done = CliRunner().invoke(app, [*plan_words, "--redis", f"127.0.0.1:{port}"])
+    assert done.exit_code == 0, done.stderr
+    assert "Redis is not in the predicted latencies" in " ".join(done.stderr.split())

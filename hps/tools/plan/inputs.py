@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hps.tiers.cpu.cache import Eviction
 from hps.tools.plan.allocation import TableDemand
-from hps.tools.plan.calibration import TableLoad
+from hps.tools.plan.calibration_requests import TableLoad
 from hps.tools.plan.curves import TableCurve
 from hps.tools.plan.key_check import known_keys
 from hps.tools.plan.model import PlannedModel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from hps.errors import ConfigError
 
 Floats = NDArray[np.float64]
 _STEPS = 100
+_PARTS = ("redis",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class Calibration:
     many. ``key_us``: microseconds that a further key in memory takes. ``spread``: for each of them, quantiles
     of the latency divided by the median, from the smallest to the largest; or one for all. ``measured``: a
     phrase that says what was measured, for people. ``mapped_us``: the median latency of requests whose
-    keys are all read from mapped files in memory; None: as from the cache."""
+    keys are all read from mapped files in memory; None: as from the cache. ``redis``: the same of lookups
+    whose misses are read from Redis; None: not measured."""
 
     keys: float
     misses: tuple[float, ...]
@@ -34,6 +36,7 @@ class Calibration:
     spread: tuple[tuple[float, ...], ...] = ((1.0,),)
     measured: str = ""
     mapped_us: float | None = None
+    redis: Calibration | None = None
 
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in zip(self.misses, self.misses[1:], strict=False))
@@ -49,27 +52,43 @@ class Calibration:
         if len(self.spread) not in (1, len(self.misses)) or min(map(len, self.spread)) == 0:
             raise ValueError("spread must be one list of quantiles, or one for each of misses")
 
-    def medians_us(self, keys: Floats, misses: Floats, mapped: Floats | None = None) -> Floats:
+    def medians_us(
+        self,
+        keys: Floats,
+        misses: Floats,
+        mapped: Floats | None = None,
+        *,
+        misses_only: bool = False,
+    ) -> Floats:
         """Return the typical latencies ``(n,)`` of requests of ``keys (n,)`` with ``misses (n,)``.
 
-        ``mapped (n,)``: those of the keys that are read from mapped files in memory; None: no key. Between
-        measurements by proportion, beyond the last by the slope before it."""
+        ``mapped (n,)``: those of the keys that are read from mapped files in memory; None: no key.
+        ``misses_only``: only what the misses add. Between measurements by proportion, beyond the last by
+        the slope before it."""
         at, times = np.array(self.misses), np.array(self.p50_us)
         base = np.interp(misses, at, times)
         if len(at) > 1:
             slope = max(0.0, (times[-1] - times[-2]) / (at[-1] - at[-2]))
             base = base + slope * np.maximum(0.0, misses - at[-1])
+        if misses_only:
+            added: Floats = np.maximum(0.0, base - times[0])
+            return added
         more = self.key_us * (keys - self.keys)
         if mapped is not None and self.mapped_us is not None:
             more = more + (self.mapped_us - self.p50_us[0]) / self.keys * mapped
         found: Floats = np.maximum(base + more, 0.1 * base)
         return found
 
-    def percentiles_us(
-        self, keys: Floats, misses: Floats, which: Sequence[float], mapped: Floats | None = None
-    ) -> list[float]:
-        """Return percentiles of the latency over requests, each of which varies by ``spread``."""
-        typical = self.medians_us(keys, misses, mapped)
+    def spread_us(
+        self,
+        keys: Floats,
+        misses: Floats,
+        mapped: Floats | None = None,
+        *,
+        misses_only: bool = False,
+    ) -> Floats:
+        """Return the latencies of `medians_us`, each varied by ``spread``: ``(n, steps)``, ascending."""
+        typical = self.medians_us(keys, misses, mapped, misses_only=misses_only)
         steps = np.linspace(0, 1, _STEPS + 1)
         spreads = [np.interp(steps, np.linspace(0, 1, len(s)), s) for s in self.spread]
         # The middle of each step, so that the largest of all does not stand for a whole step.
@@ -78,8 +97,8 @@ class Calibration:
         nearest = (
             np.searchsorted(between, misses) if len(factors) > 1 else np.zeros(len(misses), int)
         )
-        every = (typical[:, None] * factors[nearest]).ravel()
-        return [float(np.quantile(every, p / 100)) for p in which]
+        varied: Floats = typical[:, None] * factors[nearest]
+        return varied
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -89,13 +108,19 @@ class Calibration:
         """Read a file of `save`, or written by hand: keys, misses, p50_us. Raises ConfigError."""
         try:
             data: dict[str, Any] = json.loads(path.read_text())
-            return Calibration(**{name: _frozen(value) for name, value in data.items()})
+            return _calibration(data)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{path}: not a calibration: {error}; hps plan --save-calibration FILE writes one"
             ) from None
+
+
+def _calibration(data: Mapping[str, Any]) -> Calibration:
+    """Raises ValueError, TypeError or AttributeError for data of another form."""
+    parts = {n: _calibration(data[n]) for n in _PARTS if data.get(n) is not None}
+    return Calibration(**{name: _frozen(value) for name, value in data.items()} | parts)
 
 
 def _frozen(value: Any) -> Any:

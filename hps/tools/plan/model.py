@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hps.config import Configuration, Settings
+from hps.config import Configuration, Settings, configuration_from
 from hps.config.model_schema import NAME_PATTERN
 from hps.errors import ConfigError, NotFound
 from hps.lookup.base import Feature
@@ -120,6 +120,17 @@ def model_of_repository(repository: Repository, name: str | None) -> PlannedMode
     """A model of ``repository``, to be served with default settings. Raises as `model_of_configuration`."""
     names = repository.names()
     return _of_version(repository.open(_chosen(name, names)), Settings())
+
+
+def with_redis(model: PlannedModel, address: str) -> PlannedModel:
+    """Return ``model`` to be served over the Redis at ``address``. Raises ConfigError."""
+    given = {"tiers": {"redis": {"addresses": [address]}}}
+    redis = configuration_from(given, environ={}).settings.tiers.redis
+    tiers = model.settings.tiers
+    if tiers.redis is not None:
+        redis = tiers.redis.model_copy(update={"addresses": [address]})
+    tiers = tiers.model_copy(update={"redis": redis})
+    return replace(model, settings=model.settings.model_copy(update={"tiers": tiers}))
 
 
 def _chosen(name: str | None, names: Collection[str]) -> str:

@@ -21,6 +21,7 @@ from hps.tools.plan.allocation import (
 from hps.tools.plan.curves import WARM_UP
 from hps.tools.plan.latency import Calibration
 from hps.tools.plan.memory import Tables, memory_choices
+from hps.tools.plan.node_latency import NodeLatency
 from hps.tools.plan.requests import request_misses
 from hps.tools.plan.trace import Trace
 
@@ -95,7 +96,7 @@ class Planner:
     """Predicts caches for ``demands``, the tables of ``trace``, and chooses among them.
 
     ``gpus``: their number, for the cost. ``files``: bytes of the mapped files that a node may read from
-    memory, by table, in the node's order."""
+    memory, by table, in the node's order. ``redis_share``: of the misses, see `redis_share_of`."""
 
     def __init__(
         self,
@@ -107,8 +108,10 @@ class Planner:
         prices: Prices = Prices(),
         gpus: int = 0,
         files: Mapping[str, int] | None = None,
+        redis_share: float | None = None,
     ) -> None:
-        self.trace, self.demands, self.calibration = trace, demands, calibration
+        self.trace, self.demands = trace, demands
+        self._latency = None if calibration is None else NodeLatency(calibration, redis_share)
         self.goals, self.prices, self._gpus = goals, prices, gpus
         self.files = {} if files is None else files
         self._first = int(WARM_UP * trace.requests)
@@ -137,13 +140,11 @@ class Planner:
             in_memory=in_memory,
             mapped_bytes=mapped,
         )
-        if self.calibration is None:
+        if self._latency is None:
             return done
         found = request_misses(self.trace, self.demands, held, self._first, in_memory)
-        keys, misses = found.keys, found.misses
-        p50, p99 = self.calibration.percentiles_us(keys, misses, (50, 99), found.mapped)
-        mean_us = float(self.calibration.medians_us(keys, misses, found.mapped).mean())
-        rate, cores = 1e6 / mean_us, None
+        p50, p99 = self._latency.percentiles_us(found, (50, 99))
+        rate, cores = 1e6 / self._latency.mean_us(found), None
         if self.goals.requests_per_s is not None:
             cores = max(1, math.ceil(self.goals.requests_per_s / (UTILIZATION * rate)))
         return replace(
@@ -151,7 +152,7 @@ class Planner:
             p50_us=p50,
             p99_us=p99,
             core_requests_per_s=rate,
-            core_keys_per_s=rate * float(keys.mean()),
+            core_keys_per_s=rate * float(found.keys.mean()),
             cores=cores,
             cost=self._cost(size + mapped, cores),
         )

@@ -13,6 +13,7 @@ from hps.tools.plan.allocation import Allocation, TableDemand, hit_rate
 from hps.tools.plan.gpu import gpu_bytes
 from hps.tools.plan.latency import Calibration
 from hps.tools.plan.model import PlannedModel
+from hps.tools.plan.node_latency import redis_share_of
 from hps.tools.plan.planner import Prediction
 from hps.tools.plan.trace import Trace
 from hps.types import EmbeddingTable
@@ -37,6 +38,8 @@ class PlanReport:
     samples: int = 1
     files: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the mapped files that a node may read from memory, by table."""
+    unknown_latency: Mapping[str, str] = field(default_factory=dict)
+    """Tiers that the predicted latencies leave out, and why."""
 
     def table_hit_rate(self, name: str) -> float:
         """The share of a table's keys that the chosen cache or its mapped file in memory answers."""
@@ -53,6 +56,7 @@ class PlanReport:
             "tiers": self.tiers(),
             "plan": _prediction(self.chosen),
             "current": None if self.current is None else _prediction(self.current),
+            "unknown_latency": dict(self.unknown_latency),
             "calibration": None if self.calibration is None else asdict(self.calibration),
             "configuration": self.configuration(),
         }
@@ -106,7 +110,19 @@ class PlanReport:
         )
 
     def _stores(self, answers: float) -> list[dict[str, Any]]:
-        """RocksDB and the mapped files: together they answer the share ``answers``."""
+        """Redis, RocksDB and the mapped files: together they answer the share ``answers``."""
+        found, redis = [], redis_share_of(self.model.settings)
+        if redis is not None:
+            every = [self.model.tables[name] for name in self.demands]
+            size = sum(each.rows * redis_row_bytes(each.table) for each in every)
+            rows = sum(each.rows for each in every)
+            found.append(_tier("Redis", int(redis * rows), int(redis * size), redis * answers))
+            answers *= 1 - redis
+            if not self.model.settings.tiers.rocksdb.enabled:
+                return found
+        return found + self._local_stores(answers)
+
+    def _local_stores(self, answers: float) -> list[dict[str, Any]]:
         rows, sizes = Counter[str](), Counter[str]()
         misses: dict[str, float] = defaultdict(float)
         for name, demand in self.demands.items():
@@ -151,6 +167,11 @@ def _prediction(found: Prediction) -> dict[str, Any]:
 
 def _tier(name: str, rows: int, size: int, answers: float) -> dict[str, Any]:
     return {"tier": name, "rows": rows, "bytes": size, "answers": answers}
+
+
+def redis_row_bytes(table: EmbeddingTable) -> float:
+    """Return the approximate bytes of a row in Redis, with a version (measured: dims 4 to 128)."""
+    return 64 + 1.2 * table.row_bytes
 
 
 def store_row_bytes(table: EmbeddingTable) -> int:
