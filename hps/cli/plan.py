@@ -24,6 +24,8 @@ from hps.errors import ConfigError
 
 if TYPE_CHECKING:
     from hps.tiers.cpu.cache import Eviction
+    from hps.tools.plan.allocation import TableDemand
+    from hps.tools.plan.gpu import GpuCachePlan
     from hps.tools.plan.latency import Calibration
     from hps.tools.plan.model import PlannedModel
     from hps.tools.plan.planner import Goals, Prices
@@ -37,6 +39,7 @@ Examples:
   hps plan requests.npz --config hps.yaml --hit-rate 0.9
   hps plan keys.parquet --repository models --batch 64 --p99-ms 5
   hps plan keys.npy --table items=258368x32 --batch 1024 --memory 8000000
+  hps plan keys.parquet --config hps.yaml --gpu-hit-rate 0.8 --calibration gpu.json
   hps plan --server http://127.0.0.1:8002 --seconds 600 --hit-rate 0.95
   hps plan day.csv --table user=1000000x32 --table ad=50000x16 --plot day.svg
 """
@@ -64,7 +67,9 @@ class GoalOptions:
     memory: int | None = option(None, min=0, metavar="BYTES")
     """Most bytes of the CPU cache and of mapped files in memory; alone: the best use of that memory."""
     gpu_memory: int | None = option(None, min=1, metavar="BYTES")
-    """Also fill a GPU cache of this size."""
+    """Also fill a GPU cache of this size, in bytes per GPU."""
+    gpu_hit_rate: float | None = option(None, min=0.0, max=1.0)
+    """Also plan the smallest GPU cache that answers this share of the keys, within --gpu-memory if given."""
 
     def goals(self) -> Goals:
         from hps.tools.plan.planner import Goals
@@ -82,11 +87,13 @@ class PriceOptions:
     """Price of a processor core for an hour."""
     gpu_price: float = option(0.0, min=0.0)
     """Price of a GPU for an hour."""
+    gpu_gib_price: float = option(0.0, min=0.0)
+    """Price of a GiB of GPU memory for an hour, instead of whole GPUs or beside them."""
 
     def prices(self) -> Prices:
         from hps.tools.plan.planner import Prices
 
-        return Prices(self.gib_price, self.core_price, self.gpu_price)
+        return Prices(self.gib_price, self.core_price, self.gpu_price, self.gpu_gib_price)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +176,7 @@ def plan(options: PlanOptions) -> None:
     """Size the caches from a trace of keys: hit rates, latencies, bytes, cost, and a configuration.
 
     Reads which keys your requests ask for, computes the hit rate of each table's cache for every size,
-    measures lookups with generated rows (some 8 seconds on this machine, as long for Redis), and prints
+    measures lookups with generated rows (some 8 seconds; as long for Redis and for a GPU), and prints
     the smallest caches that meet the target, as YAML for your configuration. Without a target it plans
     for 95 % of the hits that the trace allows. The trace should be several times as long as the tables
     are used: a row's first access always misses. Latencies are those of a lookup in the process, without
@@ -203,7 +210,7 @@ def _require_writable(options: PlanOptions) -> None:
 def make_report(options: PlanOptions) -> PlanReport:
     """Read the trace, and choose a cache. Raises ConfigError, BadRequest and others."""
     from hps.cli.plan_calibration import calibration_of
-    from hps.tools.plan.gpu import gpu_allocation
+    from hps.tools.plan.gpu import NO_GPU, configured_gpu
     from hps.tools.plan.inputs import demands_of
     from hps.tools.plan.memory import configured_memory
     from hps.tools.plan.node_latency import redis_share_of
@@ -212,39 +219,51 @@ def make_report(options: PlanOptions) -> PlanReport:
 
     model, trace = _recorded(options) if options.live.server else _read(options)
     demands = demands_of(model, trace, _evictions(options, model, trace))
+    gpu, present_gpu = _gpu_plan(options.goal, demands), NO_GPU
+    if options.planned.config is not None:
+        present_gpu = configured_gpu(model)
     calibration: Calibration | None = None
     unknown: Mapping[str, str] = {}
     if not options.no_latency:
+        has_gpu = bool(gpu.rows or present_gpu.rows)
         files = options.calibration, options.save_calibration
-        calibration, unknown = calibration_of(model, trace, *files)
-    gpu = {}
-    if options.goal.gpu_memory is not None:
-        gpu = dict(gpu_allocation(demands, options.goal.gpu_memory))
+        calibration, unknown = calibration_of(model, trace, has_gpu, *files)
     planner = Planner(
         trace,
         demands,
         calibration,
         goals=options.goal.goals(),
         prices=options.price.prices(),
-        gpus=len(model.settings.tiers.gpu.devices) if gpu else 0,
+        gpu=gpu,
+        gpus=len(model.settings.tiers.gpu.devices),
         files={name: size for name, size in model.direct_files().items() if name in demands},
         redis_share=redis_share_of(model.settings),
     )
     chosen, current = planner.choose(), None
     if options.planned.config is not None:
         rows, in_memory = configured_memory(model)
-        current = planner.predict(rows, tuple(name for name in in_memory if name in demands))
+        in_memory = tuple(name for name in in_memory if name in demands)
+        current = planner.predict(rows, in_memory, present_gpu)
     return PlanReport(
         model,
         trace,
         demands,
         chosen,
-        gpu,
+        gpu.rows,
         current,
         calibration,
         files=planner.files,
         unknown_latency=unknown,
     )
+
+
+def _gpu_plan(goal: GoalOptions, demands: Mapping[str, TableDemand]) -> GpuCachePlan:
+    from hps.tools.plan.gpu import NO_GPU, GpuCachePlan, gpu_allocation, gpu_bytes
+
+    if goal.gpu_memory is None and goal.gpu_hit_rate is None:
+        return NO_GPU
+    rows = gpu_allocation(demands, goal.gpu_memory, goal.gpu_hit_rate)
+    return GpuCachePlan(rows, gpu_bytes(demands, rows))
 
 
 def _read(options: PlanOptions) -> tuple[PlannedModel, Trace]:

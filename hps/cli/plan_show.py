@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _SHORT_TRACE = 0.5
 _UNKNOWN = {
+    "the GPU": "Those are lookups on the host; run the command on a machine with the GPU, or give a "
+    "--calibration FILE that was saved there",
     "Redis": "Misses are predicted as reads of a local store; run the command where the Redis answers, or "
     "give a --calibration FILE that was saved there",
 }
@@ -81,10 +83,12 @@ def _show_chosen(report: PlanReport, prices: Prices) -> None:
     if report.current is not None:
         caches.append(("configured now", report.current))
     has_mapped = any(found.in_memory for _, found in caches)
+    has_gpu = any(found.gpu_bytes for _, found in caches)
     columns = [
         "CPU cache",
         "bytes",
         *(["mapped, in memory"] if has_mapped else []),
+        *(["GPU cache", "on GPU"] if has_gpu else []),
         "hit rate",
         "p50",
         "p99",
@@ -94,23 +98,27 @@ def _show_chosen(report: PlanReport, prices: Prices) -> None:
     ]
     if prices.known:
         columns.append("cost an hour")
-    print_table(columns, [_prediction(name, each, prices, has_mapped) for name, each in caches])
+    columns_of = prices, has_mapped, has_gpu
+    print_table(columns, [_prediction(name, each, *columns_of) for name, each in caches])
     for name, found in caches:
         if found.in_memory:
             print_line(
                 f"{name}: tables read from mapped files in memory: {', '.join(found.in_memory)}; they need "
                 "no CPU cache but for rows that updates change"
             )
+        if found.on_gpu:
+            print_line(f"{name}: p50 and p99 are of lookups whose vectors stay on the GPU")
 
 
 def _prediction(
-    name: str, found: Prediction, prices: Prices, has_mapped: bool
+    name: str, found: Prediction, prices: Prices, has_mapped: bool, has_gpu: bool
 ) -> tuple[object, ...]:
     cost = (number(found.cost, "{:.4f} " + prices.unit),) if prices.known else ()
     return (
         name,
         size(found.bytes),
         *((size(found.mapped_bytes),) if has_mapped else ()),
+        *((size(found.gpu_bytes), percentage(found.gpu_hit_rate or 0.0, 1)) if has_gpu else ()),
         percentage(found.hit_rate, 1),
         _milliseconds(found.p50_us),
         _milliseconds(found.p99_us),

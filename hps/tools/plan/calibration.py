@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +17,16 @@ from numpy.typing import NDArray
 from hps.config import configuration_from
 from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
 from hps.config.store_settings import RedisSettings
-from hps.errors import Unavailable
+from hps.cuda.loader import device_count, missing_device, missing_requirement
+from hps.errors import GpuUnavailable, Unavailable
 from hps.models.version_writer import write_version
 from hps.node.build import open_node
 from hps.node.node import Node
+from hps.observability.metric_names import LOOKUP_KEYS
 from hps.tiers.redis import RedisTier
 from hps.tools.plan.calibration_requests import CACHED, MissingRequests, TableLoad, scaled_loads
 from hps.tools.plan.latency import Calibration
-from hps.types import JaggedKeys, KeyArray, VectorArray
+from hps.types import JaggedKeys, KeyArray, LookupResult, Source, VectorArray
 
 MODEL = "hps-plan"
 """Name of the generated model; in Redis followed by a random number."""
@@ -35,7 +37,8 @@ _SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8)
 _TURNS = 8  # the first warms up
 _AT_ONCE = 8  # requests made before they are sent
 _FEWER = 4
-_TOUCHED_KEYS = 1 << 14
+_TOUCHED_KEYS = 1 << 11  # of more misses, a GPU cache takes a sample
+_MOST_TOUCHES, _PROMOTED_AFTER_S = 5, 0.05
 _QUANTILES = np.linspace(0, 1, 101)
 # No read may be skipped: that would be measured as a fast one.
 _GUARD = {"deadline_ms": 20_000.0}
@@ -89,6 +92,26 @@ def calibrate_redis(
         return _measure(made, node, None, seconds, seed)
 
 
+def calibrate_gpu(
+    loads: Sequence[TableLoad], *, device: int = 0, seconds: float = 6.0, seed: int = 1
+) -> Calibration:
+    """Measure lookups of all ``loads`` whose vectors stay on a GPU, and whose misses are in the CPU cache.
+
+    ``misses`` are those that were counted: rows that have left the GPU cache come back to it later. The
+    first lookups compile kernels. Raises GpuUnavailable if there is no GPU, or too little memory on it."""
+    why = missing_requirement() or missing_device([device], device_count())
+    if why is not None:
+        raise GpuUnavailable(why)
+    made = scaled_loads(loads, _MOST_BYTES)
+    tiers = {
+        "cpu_cache": {"share": 1.0},
+        "mapped": {"enabled": False},
+        "gpu": {"use": "required", "devices": [device], "share": CACHED},
+    }
+    with _models(made, MODEL, seed, False) as models:
+        return _measure(made, models.open(tiers, on_gpu=True), None, seconds, seed)
+
+
 def _measure(
     loads: Sequence[TableLoad],
     caches: _CalibrationNode,
@@ -112,7 +135,8 @@ def _measure(
     medians = np.maximum.accumulate([each.median_us for each in series])
     key_us = (medians[0] - fewer.median_us) / (keys - few) if keys > few else 0.0
     misses = [each.misses for each in series]
-    kept = [i for i in range(len(misses)) if i == 0 or misses[i] > misses[i - 1]]
+    misses[0] = 0.0
+    kept = [i for i in range(len(misses)) if i == 0 or misses[i] > max(misses[:i])]
     return Calibration(
         float(keys),
         tuple(misses[i] for i in kept),
@@ -136,10 +160,13 @@ class _Series:
     node: _CalibrationNode
     requests: MissingRequests
     times: list[float] = field(default_factory=list)
+    missed: float = 0.0
 
     @property
     def misses(self) -> float:
-        """Rows that a request reads from beyond the cache."""
+        """Rows of a request that the cache does not have: counted on a GPU, else as generated."""
+        if self.node.on_gpu:
+            return round(self.missed / len(self.times), 2)
         return float(self.requests.misses)
 
     @property
@@ -149,6 +176,7 @@ class _Series:
     def run(self, seconds: float, *, kept: bool) -> None:
         """Send requests one after the other; ``kept``: record their latencies."""
         times: list[float] = []
+        before = self.node.missed_keys()
         end = time.perf_counter() + seconds
         while not times or time.perf_counter() < end:
             for keys in [self.requests.one() for _ in range(_AT_ONCE)]:
@@ -157,26 +185,47 @@ class _Series:
                 times.append(1e6 * (time.perf_counter() - start))
         if kept:
             self.times += times
+            self.missed += self.node.missed_keys() - before
 
 
 @dataclass(frozen=True, slots=True)
 class _CalibrationNode:
-    """An open node that serves the generated model ``name``."""
+    """An open node that serves the generated model ``name``; ``on_gpu``: its vectors stay on the GPU."""
 
     node: Node
     name: str
+    on_gpu: bool
 
     def lookup(self, features: Mapping[str, JaggedKeys]) -> None:
         """Raises Unavailable if a store did not answer."""
-        if self.node.lookup(self.name, features).degraded:
+        if self._lookup(self.name, features).degraded:
             raise Unavailable("a store stopped answering during the calibration")
 
     def touch(self, loads: Sequence[TableLoad]) -> None:
-        """Bring every hot row into the cache."""
+        """Bring every hot row into the cache; on a GPU, wait for the copies of those that were not there."""
+        for _ in range(_MOST_TOUCHES):
+            before = self.missed_keys()
+            self._touch(loads)
+            if self.missed_keys() == before:
+                return
+            time.sleep(_PROMOTED_AFTER_S)
+
+    def _touch(self, loads: Sequence[TableLoad]) -> None:
         for load in loads:
             for start in range(0, load.hot_rows, _TOUCHED_KEYS):
                 keys = np.arange(start, min(start + _TOUCHED_KEYS, load.hot_rows))
-                self.node.lookup(self.name, {load.name: keys}, by_table=True)
+                self._lookup(self.name, {load.name: keys}, by_table=True)
+
+    def missed_keys(self) -> float:
+        """Return the number of keys that other tiers than the GPU have answered so far."""
+        if not self.on_gpu:
+            return 0.0
+        answered = self.node.metrics.values(LOOKUP_KEYS)
+        return sum(n for (*_, tier), n in answered.items() if tier != Source.GPU.name.lower())
+
+    @property
+    def _lookup(self) -> Callable[..., LookupResult]:
+        return self.node.lookup_on_device if self.on_gpu else self.node.lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +236,7 @@ class _Models:
     name: str
     resources: ExitStack
 
-    def open(self, tiers: Mapping[str, Any]) -> _CalibrationNode:
+    def open(self, tiers: Mapping[str, Any], *, on_gpu: bool = False) -> _CalibrationNode:
         """Open a node with ``tiers`` beside its defaults."""
         number = sum(1 for _ in self.folder.iterdir())
         settings: dict[str, Any] = {
@@ -200,7 +249,7 @@ class _Models:
             },
         }
         node = open_node(configuration_from(settings, environ={}))
-        return _CalibrationNode(self.resources.enter_context(closing(node)), self.name)
+        return _CalibrationNode(self.resources.enter_context(closing(node)), self.name, on_gpu)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from hps.errors import ConfigError
 
 Floats = NDArray[np.float64]
 _STEPS = 100
-_PARTS = ("redis",)
+_PARTS = ("redis", "gpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class Calibration:
     of the latency divided by the median, from the smallest to the largest; or one for all. ``measured``: a
     phrase that says what was measured, for people. ``mapped_us``: the median latency of requests whose
     keys are all read from mapped files in memory; None: as from the cache. ``redis``: the same of lookups
-    whose misses are read from Redis; None: not measured."""
+    whose misses are read from Redis; None: not measured. ``gpu``: of lookups whose vectors stay on the GPU
+    and whose misses are read from the CPU cache; None: not measured."""
 
     keys: float
     misses: tuple[float, ...]
@@ -37,6 +38,7 @@ class Calibration:
     measured: str = ""
     mapped_us: float | None = None
     redis: Calibration | None = None
+    gpu: Calibration | None = None
 
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in zip(self.misses, self.misses[1:], strict=False))

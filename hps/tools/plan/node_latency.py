@@ -46,7 +46,11 @@ class NodeLatency:
         """Add the times of the tiers; ``times``: a method of their calibrations."""
         local = self.calibration
         redis = None if self.redis_share is None else local.redis
-        total = times(redis or local, found.keys, found.misses, found.mapped)
+        if local.gpu is not None and found.gpu_misses is not None:
+            total = times(local.gpu, found.keys, found.gpu_misses)
+            total = total + times(redis or local, found.keys, found.misses, misses_only=True)
+        else:
+            total = times(redis or local, found.keys, found.misses, found.mapped)
         if redis is not None and self.redis_share is not None and self.redis_share < 1:
             rest = (1 - self.redis_share) * found.misses
             total = total + times(local, found.keys, rest, misses_only=True)

@@ -19,6 +19,7 @@ from hps.tools.plan.allocation import (
     hit_rate,
 )
 from hps.tools.plan.curves import WARM_UP
+from hps.tools.plan.gpu import NO_GPU, GpuCachePlan
 from hps.tools.plan.latency import Calibration
 from hps.tools.plan.memory import Tables, memory_choices
 from hps.tools.plan.node_latency import NodeLatency
@@ -53,16 +54,19 @@ class Goals:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices per hour: of a GiB of memory, a processor core, a GPU. ``unit``: the currency."""
+    """Prices per hour: of a GiB of memory, a processor core, a GPU, a GiB of its memory.
+
+    ``unit``: the currency."""
 
     gib: float = 0.0
     core: float = 0.0
     gpu: float = 0.0
+    gpu_gib: float = 0.0
     unit: str = "USD"
 
     @property
     def known(self) -> bool:
-        return bool(self.gib or self.core or self.gpu)
+        return bool(self.gib or self.core or self.gpu or self.gpu_gib)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,9 @@ class Prediction:
     ``bytes``: of the cache. Times are of lookups without queueing, None without a calibration;
     ``core_requests_per_s``: of one core that does nothing else; ``cores``: for the target's requests per
     second. ``cost``: an hour. ``in_memory``: the tables that are read from mapped files in memory, of
-    ``mapped_bytes``; the cache has only rows of theirs that updates have changed."""
+    ``mapped_bytes``; the cache has only rows of theirs that updates have changed. ``gpu_bytes``: of each
+    GPU's memory; ``gpu_hit_rate``: the share of the keys that it answers, None without one. ``on_gpu``:
+    the times are of lookups whose vectors stay on the GPU."""
 
     rows: Allocation
     bytes: int
@@ -85,6 +91,9 @@ class Prediction:
     cost: float | None = None
     in_memory: Tables = ()
     mapped_bytes: int = 0
+    gpu_bytes: int = 0
+    gpu_hit_rate: float | None = None
+    on_gpu: bool = False
 
     @property
     def memory_bytes(self) -> int:
@@ -95,8 +104,9 @@ class Prediction:
 class Planner:
     """Predicts caches for ``demands``, the tables of ``trace``, and chooses among them.
 
-    ``gpus``: their number, for the cost. ``files``: bytes of the mapped files that a node may read from
-    memory, by table, in the node's order. ``redis_share``: of the misses, see `redis_share_of`."""
+    ``gpu``: the GPU cache that is planned; ``gpus``: number of GPUs that have one. ``files``: bytes of the
+    mapped files that a node may read from memory, by table, in the node's order. ``redis_share``: of the
+    misses, see `redis_share_of`."""
 
     def __init__(
         self,
@@ -106,13 +116,14 @@ class Planner:
         *,
         goals: Goals = Goals(),
         prices: Prices = Prices(),
-        gpus: int = 0,
+        gpu: GpuCachePlan = NO_GPU,
+        gpus: int = 1,
         files: Mapping[str, int] | None = None,
         redis_share: float | None = None,
     ) -> None:
         self.trace, self.demands = trace, demands
         self._latency = None if calibration is None else NodeLatency(calibration, redis_share)
-        self.goals, self.prices, self._gpus = goals, prices, gpus
+        self.goals, self.prices, self._gpu, self._gpus = goals, prices, gpu, gpus
         self.files = {} if files is None else files
         self._first = int(WARM_UP * trace.requests)
         if calibration is None:
@@ -123,28 +134,46 @@ class Planner:
                         f"--{flag} needs latencies; remove --no-latency, or give --calibration FILE"
                     )
 
-    def predict(self, rows: Allocation, in_memory: Tables = ()) -> Prediction:
+    def predict(
+        self, rows: Allocation, in_memory: Tables = (), gpu: GpuCachePlan | None = None
+    ) -> Prediction:
         """Predict a CPU cache with ``rows`` of each table; more than a table has count as all.
 
-        Tables ``in_memory`` are read from mapped files in memory, which have all of their rows."""
+        Tables ``in_memory`` are read from mapped files in memory, which have all of their rows. ``gpu``:
+        another GPU cache than the planned one."""
         rows = {
             name: min(rows.get(name, 0), d.curve.table_rows) for name, d in self.demands.items()
         }
+        gpu = self._gpu if gpu is None else gpu
         size, mapped = cpu_cache_bytes(self.demands, rows), sum(self.files[n] for n in in_memory)
         held = self.rows_in_memory(rows, in_memory)
         done = Prediction(
             rows,
             size,
             hit_rate(self.demands, held),
-            cost=self._cost(size + mapped, None),
             in_memory=in_memory,
             mapped_bytes=mapped,
+            gpu_bytes=gpu.bytes,
+            gpu_hit_rate=hit_rate(self.demands, gpu.rows) if gpu.rows else None,
         )
-        if self._latency is None:
-            return done
-        found = request_misses(self.trace, self.demands, held, self._first, in_memory)
-        p50, p99 = self._latency.percentiles_us(found, (50, 99))
-        rate, cores = 1e6 / self._latency.mean_us(found), None
+        if self._latency is not None:
+            done = self._with_latency(done, self._latency, held, gpu.rows)
+        return replace(done, cost=self._cost(done))
+
+    def _with_latency(
+        self, done: Prediction, latency: NodeLatency, held: Allocation, on_gpu: Allocation
+    ) -> Prediction:
+        """Add the times of lookups with the rows ``held`` in host memory, and those ``on_gpu``."""
+        first, is_on_gpu = self._first, bool(on_gpu) and latency.calibration.gpu is not None
+        if is_on_gpu:
+            held = {name: max(n, on_gpu.get(name, 0)) for name, n in held.items()}
+        found = request_misses(self.trace, self.demands, held, first, done.in_memory)
+        if is_on_gpu:
+            missed = request_misses(self.trace, self.demands, on_gpu, first).misses
+            misses = np.minimum(found.misses, missed)
+            found = replace(found, misses=misses, gpu_misses=missed)
+        p50, p99 = latency.percentiles_us(found, (50, 99))
+        rate, cores = 1e6 / latency.mean_us(found), None
         if self.goals.requests_per_s is not None:
             cores = max(1, math.ceil(self.goals.requests_per_s / (UTILIZATION * rate)))
         return replace(
@@ -154,18 +183,21 @@ class Planner:
             core_requests_per_s=rate,
             core_keys_per_s=rate * float(found.keys.mean()),
             cores=cores,
-            cost=self._cost(size + mapped, cores),
+            on_gpu=is_on_gpu,
         )
 
     def rows_in_memory(self, rows: Allocation, in_memory: Tables) -> dict[str, int]:
         """Return the rows in memory by table: those of the cache, or all."""
         return {**rows, **{name: self.demands[name].curve.table_rows for name in in_memory}}
 
-    def _cost(self, size: int, cores: int | None) -> float | None:
-        if not self.prices.known:
+    def _cost(self, found: Prediction) -> float | None:
+        prices = self.prices
+        if not prices.known:
             return None
-        memory = self.prices.gib * size / GIB
-        return memory + self.prices.core * (cores or 0) + self.prices.gpu * self._gpus
+        cost = prices.gib * found.memory_bytes / GIB + prices.core * (found.cores or 0)
+        if found.gpu_bytes:
+            cost += self._gpus * (prices.gpu + prices.gpu_gib * found.gpu_bytes / GIB)
+        return cost
 
     def unmet(self, prediction: Prediction) -> list[str]:
         """Describe each goal that ``prediction`` does not meet."""

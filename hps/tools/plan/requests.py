@@ -17,11 +17,14 @@ _SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class RequestMisses:
-    """Keys and misses of requests, ``(r,)`` each; ``mapped``: keys of tables in mapped files in memory."""
+    """Keys and misses of requests, ``(r,)`` each; ``mapped``: keys of tables in mapped files in memory.
+
+    ``gpu_misses``: keys whose rows a GPU cache misses; None for lookups on the host."""
 
     keys: NDArray[np.float64]
     misses: NDArray[np.float64]
     mapped: NDArray[np.float64]
+    gpu_misses: NDArray[np.float64] | None = None
 
 
 def request_misses(

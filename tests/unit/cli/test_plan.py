@@ -3,7 +3,6 @@
 import json
 import lzma
 import shutil
-from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -205,49 +204,6 @@ def test_calibration_is_reused(tmp_path, trace):
     assert found["cores"] >= 2
     missed = run(trace, *TABLES, "--calibration", file, "--p99-ms", 0.001)
     assert (missed.exit_code, "no cache meets the target of p99" in missed.stderr) == (2, True)
-
-
-REDIS = Calibration(4.0, (0.0, 4.0), (10.0, 5_000.0))
-
-
-def test_redis_of_a_calibration_is_predicted(tmp_path, trace):
-    file = tmp_path / "calibration.json"
-    local = Calibration(4.0, (0.0, 4.0), (10.0, 50.0))
-    replace(local, redis=REDIS).save(file)
-    words = (trace, *TABLES, "--calibration", file, "--memory", 60_000, "-o", "json")
-    plain = json.loads(run(*words).stdout)
-    assert "Redis" not in [tier["tier"] for tier in plain["tiers"]]
-    over_redis = json.loads(run(*words, "--redis", "cache:6379").stdout)
-    assert over_redis["plan"]["p99_us"] > 20 * plain["plan"]["p99_us"]
-    tiers = {tier["tier"]: tier for tier in over_redis["tiers"]}
-    assert tiers["Redis"]["answers"] == pytest.approx(1 - over_redis["plan"]["hit_rate"])
-    assert tiers["mapped files"]["answers"] == 0
-    assert (tiers["Redis"]["rows"], over_redis["unknown_latency"]) == (2 * ROWS, {})
-
-
-def test_redis_without_a_measurement_is_reported(tmp_path, trace):
-    file = tmp_path / "calibration.json"
-    Calibration(4.0, (0.0, 4.0), (10.0, 50.0)).save(file)
-    words = (trace, *TABLES, "--calibration", file, "--redis", "cache:6379")
-    done = run(*words)
-    assert done.exit_code == 0, done.stderr
-    message = " ".join(done.stderr.split())
-    assert "Redis is not in the predicted latencies" in message
-    assert "calibration.json does not have it" in message
-    assert json.loads(run(*words, "-o", "json").stdout)["unknown_latency"].keys() == {"Redis"}
-
-
-def test_redis_of_the_configuration_is_planned(tmp_path, trace, repository):
-    config = tmp_path / "hps.yaml"
-    config.write_text(
-        f"models: {{repository: {repository}}}\n"
-        "tiers: {rocksdb: {enabled: false}, redis: {addresses: ['cache:1']}}"
-    )
-    path = tmp_path / "keys.parquet"
-    pq.write_table(pa.table({"user": USER, "ads": ADS.tolist()}), path)
-    found = planned(path, "--config", config, "--redis", "other:6379")
-    assert [tier["tier"] for tier in found["tiers"]] == ["CPU cache", "Redis"]
-    assert sum(tier["answers"] for tier in found["tiers"]) == pytest.approx(1)
 
 
 def test_plot_is_svg(tmp_path, trace):

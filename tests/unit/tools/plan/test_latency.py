@@ -33,7 +33,7 @@ def test_percentiles_are_over_requests_and_spread():
     assert 100 < p99 < 120
 
 
-@pytest.mark.parametrize("made", [MADE, replace(MADE, redis=REDIS)])
+@pytest.mark.parametrize("made", [MADE, replace(MADE, redis=REDIS, gpu=REDIS)])
 def test_calibration_is_saved_and_loaded(tmp_path, made):
     made.save(tmp_path / "c.json")
     assert Calibration.load(tmp_path / "c.json") == made

@@ -9,7 +9,7 @@ from hps.errors import BadRequest, ConfigError
 from hps.tiers.capacity import slot_bytes
 from hps.tools.plan.allocation import AllocationPath, cpu_cache_bytes, hit_rate, upper_hull
 from hps.tools.plan.curves import CurvePoint
-from hps.tools.plan.gpu import gpu_allocation, gpu_bytes
+from hps.tools.plan.gpu import NO_GPU, GpuCachePlan, gpu_allocation, gpu_bytes
 from hps.tools.plan.inputs import demands_of, loads_of
 from hps.tools.plan.latency import Calibration
 from hps.tools.plan.model import model_of_specs
@@ -128,6 +128,63 @@ def test_gpu_cache_fits_its_memory(demands):
     rows = gpu_allocation(demands, 600_000)
     assert 400_000 < gpu_bytes(demands, rows) <= 600_000
     assert hit_rate(demands, rows) > 0.5
+
+
+def test_smallest_gpu_cache_answers_the_share_of_the_keys(demands):
+    rows = gpu_allocation(demands, None, 0.5)
+    assert 0.5 <= hit_rate(demands, rows) < 0.55
+    assert gpu_allocation(demands, 1 << 30, 0.5) == rows
+    assert gpu_allocation(demands, None, 0.0) == {"hot": 0, "flat": 0}
+    with pytest.raises(ConfigError, match=r"no GPU cache within 100,000 bytes .* reached 0\.\d"):
+        gpu_allocation(demands, 100_000, 0.9)
+
+
+def on_gpu(trace, demands, rows, calibration, **more):
+    gpu = GpuCachePlan(rows, gpu_bytes(demands, rows))
+    return Planner(trace, demands, calibration, gpu=gpu, **more)
+
+
+def test_lookups_on_a_gpu_are_predicted_from_its_misses(trace, demands):
+    gpu = Calibration(64.0, (0.0, 64.0), (5.0, 69.0))
+    every, none = {"hot": 10_000, "flat": 10_000}, {"hot": 0, "flat": 0}
+    measured = replace(LATENCY, gpu=gpu)
+    found = on_gpu(trace, demands, every, measured).predict(none)
+    assert (found.p50_us, found.gpu_hit_rate) == pytest.approx((5, 1), abs=0.01)
+    assert found.on_gpu
+    assert found.gpu_bytes > 10_000 * 320
+    # Rows that only the CPU cache has.
+    half = on_gpu(trace, demands, {"hot": 10_000, "flat": 0}, measured)
+    from_cpu = half.predict(every)
+    assert from_cpu.p50_us == pytest.approx(5 + 32, abs=1)
+    # Rows that only the store has take what they add on the host.
+    from_store = half.predict(none)
+    assert from_store.p50_us == pytest.approx(37 + 100 + 900 * 31 / 63 - 10, abs=5)
+    # Another GPU cache than the planned one.
+    assert half.predict(every, gpu=NO_GPU) == planner(trace, demands).predict(every)
+
+
+def test_gpu_without_a_calibration_is_predicted_by_hit_rate(trace, demands):
+    found = on_gpu(trace, demands, {"hot": 10_000, "flat": 0}, LATENCY).predict({})
+    assert (found.p50_us, found.on_gpu) == (planner(trace, demands).predict({}).p50_us, False)
+    assert found.gpu_hit_rate == pytest.approx(0.5, abs=0.01)
+
+
+def test_gpu_lowers_the_latency_that_is_planned_for(trace, demands):
+    measured = replace(LATENCY, gpu=Calibration(64.0, (0.0, 64.0), (5.0, 69.0)))
+    goals = Goals(p50_ms=0.02)
+    with pytest.raises(ConfigError, match=r"p50 of 0\.02 ms, reached"):
+        on_gpu(trace, demands, {"hot": 5, "flat": 0}, measured, goals=goals).choose()
+    rows = {"hot": 10_000, "flat": 8_000}
+    chosen = on_gpu(trace, demands, rows, measured, goals=goals).choose()
+    assert chosen.p50_us <= 20
+
+
+def test_memory_of_gpus_costs(trace, demands):
+    rows = {"hot": 1_000, "flat": 0}
+    prices = Prices(gpu=2.0, gpu_gib=1_000.0)
+    found = on_gpu(trace, demands, rows, LATENCY, prices=prices, gpus=3).predict({})
+    assert found.cost == pytest.approx(3 * (2 + 1_000 * found.gpu_bytes / 2**30))
+    assert Planner(trace, demands, LATENCY, prices=prices).predict({}).cost == 0
 
 
 def test_typical_request_is_that_of_the_trace(model, trace):
