@@ -4,8 +4,9 @@ The Scarab trace: 1.2 million keys of 258,368 rows, here of dim 32, in requests 
 first half. Then each cache answers the whole trace, and its second half is counted: by `CpuCache` at 1, 10
 and 20 % of the rows, lru and lfu. Latency: a cache for a hit rate of 60 % is planned, and a node with the
 printed configuration answers the second half in rounds, with a calibration before each; the median of the
-rounds' ratios. Beside them: samples of 8,192 keys instead of all, and the estimate that needs no trace, the
-share of the rows that is cached, as if all rows were equally hot.
+rounds' ratios. The same over a Redis on this machine, if it is installed. Beside them: samples of 8,192 keys
+instead of all, and the estimate that needs no trace, the share of the rows that is cached, as if all rows
+were equally hot.
 
 Bars: 2 points of hit rate at each capacity, 25 % of the median latency.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +26,18 @@ import hps
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.gpu_policies import scarab
 from benchmarks.measure import Spread
+from benchmarks.peers.redis_server import missing_requirement, redis_server
 from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
 from hps.config.yaml_text import parse_yaml
 from hps.lookup.key_sampling import MAX_KEYS
 from hps.models.repository import Repository
 from hps.models.version_writer import write_version
 from hps.tiers.cpu.cache import Eviction
-from hps.tools.plan.calibration import calibrate
+from hps.tools.plan.calibration import calibrate, calibrate_redis
 from hps.tools.plan.curves import TableCurve, simulate
 from hps.tools.plan.inputs import demands_of, loads_of
-from hps.tools.plan.model import PlannedModel, model_of_repository
+from hps.tools.plan.model import PlannedModel, model_of_repository, with_redis
+from hps.tools.plan.node_latency import redis_share_of
 from hps.tools.plan.planner import Goals, Planner
 from hps.tools.plan.report import PlanReport
 from hps.tools.plan.trace import Trace, TraceCollector
@@ -71,7 +75,13 @@ def run(options: Options) -> Report:
         write_version(Path(folder) / "models", SPEC, 1, {TABLE: (rows, vectors)}, mapped=False)
         model = model_of_repository(Repository(Path(folder) / "models"), None)
         hit_rates(report, model, keys, half)
-        latency(report, model, keys, half, folder, 2 if options.quick else 7)
+        rounds = 2 if options.quick else 7
+        latency(report, model, keys, half, folder, rounds)
+        if reason := missing_requirement():
+            report.notes.append(f"Not measured over Redis: {reason}.")
+            return report
+        with redis_server(Path(folder) / "redis") as server:
+            latency(report, with_redis(model, server.address), keys, half, folder, rounds)
     return report
 
 
@@ -127,6 +137,11 @@ def latency(
         "mapped": {"memory_bytes": 0},  # the caches are measured
         "gpu": {"use": "off"},
     }
+    redis = model.settings.tiers.redis
+    if redis is not None:
+        guard = {"deadline_ms": 20_000}
+        fragment["tiers"]["redis"] = {"addresses": redis.addresses, "guard": guard}
+        fragment["tiers"]["rocksdb"] = {"enabled": False}
     ratios, p99s, table = [], [], []
     with hps.open(fragment) as node:
         answer(node, keys[:half])
@@ -134,7 +149,13 @@ def latency(
             measure = answer(node, part.reshape(-1))
             mapped = model.tables[TABLE].mapped_bytes is not None
             calibration = calibrate(loads_of(model, trace), mapped=mapped)
-            predicted = Planner(trace, demands, calibration).predict(chosen.rows)
+            if redis is not None:
+                over_redis = calibrate_redis(loads_of(model, trace), redis)
+                calibration = replace(calibration, redis=over_redis)
+            planner = Planner(
+                trace, demands, calibration, redis_share=redis_share_of(model.settings)
+            )
+            predicted = planner.predict(chosen.rows)
             p50, p99 = np.quantile(measure, [0.5, 0.99])
             assert predicted.p50_us is not None
             assert predicted.p99_us is not None
@@ -144,9 +165,13 @@ def latency(
                 {"p50, µs": float(p50), "predicted": predicted.p50_us, "p99, µs": float(p99)}
                 | {"predicted p99": predicted.p99_us}
             )
-    report.tables[f"lookups of {BATCH:,} keys, planned for a hit rate of {GOAL:g}"] = table
+    over = "" if redis is None else ", over Redis"
+    report.tables[f"lookups of {BATCH:,} keys, planned for a hit rate of {GOAL:g}{over}"] = table
+    report.figures[f"p99 measured / predicted{over}"] = f"{Spread.of(p99s)}"
+    if redis is not None:
+        report.figures[f"p50 measured / predicted{over}"] = f"{Spread.of(ratios)}"
+        return
     report.values["p50"] = report.values["p50_off"] = Spread.of(ratios).median
-    report.figures["p99 measured / predicted"] = f"{Spread.of(p99s)}"
     report.figures["cache rows"] = dict(chosen.rows)
 
 
