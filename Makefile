@@ -63,7 +63,7 @@ test-gpu:
 	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers tests/unit/dense tests/unit/cuda \
 	  tests/unit/node/test_gpu_caches.py tests/unit/node/test_gpu_scheduler.py tests/unit/node/test_gpu_sharing.py \
 	  tests/unit/node/test_gpu_versions.py tests/unit/predict/test_device_feed.py tests/contract tests/model \
-	  tests/integration/test_gpu_switch.py
+	  tests/unit/tools/plan/test_gpu_calibration.py tests/integration/test_gpu_switch.py
 
 # The CPU cache's readers in parallel to its writer, fetches in single flight's table, the batch scheduler's clients, and
 # messages that may be anything, under sanitizers:
