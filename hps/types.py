@@ -1,9 +1,9 @@
 """Value types of the library: tables, keys, requests and results.
 
-Arrays in, arrays out. Keys are ``(n,) int64``, vectors ``(n, dim)`` of the table's dtype,
-versions ``(n,) uint64``, sources ``(n,) uint8``; all C-contiguous, NumPy on the host and CuPy on
-the device. Every int64 is a valid key: negative ones and reinterpreted unsigned 64-bit hashes
-included."""
+Arrays in, arrays out. Keys are ``(n,) int64``, vectors ``(n, dim)`` of the table's dtype, rows as tiers
+store them ``(n, row_width)`` of its row_dtype (`hps.row_format`), versions ``(n,) uint64``, sources ``(n,)
+uint8``; all C-contiguous, NumPy on the host and CuPy on the device. Every int64 is a valid key: negative
+ones and reinterpreted unsigned 64-bit hashes included."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.row_format import FLOAT32, RowFormat, row_format, row_format_of
 from hps.tracing import RequestContext
 
 KeyArray = NDArray[np.int64]
 VectorArray = NDArray[Any]
+RowArray = NDArray[Any]
 VersionArray = NDArray[np.uint64]
 SourceArray = NDArray[np.uint8]
 IndexArray = NDArray[np.int64]
@@ -60,7 +62,8 @@ class EmbeddingTable:
     ``default`` is ``(dim,)`` of ``dtype``, read-only: the answer for an unknown key.
     ``tombstone_ttl_s`` is the time for which a deletion is kept, so that an older insert that arrives late
     is dropped. ``key_bits`` is 64, or 32 if only the low 32 bits of a key count (`key_dtype: uint32`).
-    ``hps_version``: the version in its names in the layout `hps`; 0: its names are HPS's own, without one."""
+    ``hps_version``: the version in its names in the layout `hps`; 0: its names are HPS's own, without one.
+    ``row_format``: how tiers store a row. ``dtype``: of the vectors that lookups return."""
 
     model: str
     version: int
@@ -72,6 +75,7 @@ class EmbeddingTable:
     tombstone_ttl_s: float = 86_400.0
     key_bits: Literal[32, 64] = 64
     hps_version: int = 0
+    row_format: RowFormat = FLOAT32
 
     @property
     def id(self) -> str:
@@ -85,14 +89,31 @@ class EmbeddingTable:
         return f"{self.model}.{self.name}{version}"
 
     @property
+    def row_dtype(self) -> np.dtype[Any]:
+        """The dtype of a stored row's items."""
+        return self.row_format.dtype
+
+    @property
+    def row_width(self) -> int:
+        """The items of a stored row."""
+        return self.row_format.width(self.dim)
+
+    @property
     def row_bytes(self) -> int:
-        return self.dim * self.dtype.itemsize
+        """The bytes of a stored row."""
+        return self.row_format.row_bytes(self.dim)
+
+    @property
+    def stores_vectors(self) -> bool:
+        """True if a stored row is its vector, in the dtype of lookups."""
+        return self.row_format.is_plain and self.row_dtype == self.dtype
 
     def is_like(self, other: EmbeddingTable) -> bool:
         """True if ``other`` has the same name and properties."""
         mine = self.id, self.dim, self.dtype, self.miss, self.tombstone_ttl_s, self.key_bits
-        return mine == (
+        return (*mine, self.row_format) == (
             other.id, other.dim, other.dtype, other.miss, other.tombstone_ttl_s, other.key_bits,
+            other.row_format,
         ) and np.array_equal(self.default, other.default, equal_nan=True)  # fmt: skip
 
     def narrow(self, keys: KeyArray) -> KeyArray:
@@ -112,14 +133,28 @@ class EmbeddingTable:
         tombstone_ttl_s: float = 86_400.0,
         key_bits: Literal[32, 64] = 64,
         hps_version: int = 0,
+        rows: str | None = None,
     ) -> EmbeddingTable:
-        """Build a table; ``default`` is a scalar or a vector of ``dim`` values."""
+        """Build a table; ``default`` is a scalar or a vector of ``dim`` values.
+
+        ``rows``: the name of the row format; None: rows are vectors of ``dtype``."""
         dt = np.dtype(dtype)
         row = np.ascontiguousarray(np.broadcast_to(np.asarray(default, dt), (dim,)))
         row.flags.writeable = False
         policy = miss or MissPolicy()
+        stored = row_format_of(dt) if rows is None else row_format(rows)
         return EmbeddingTable(
-            model, version, name, dim, dt, row, policy, tombstone_ttl_s, key_bits, hps_version
+            model,
+            version,
+            name,
+            dim,
+            dt,
+            row,
+            policy,
+            tombstone_ttl_s,
+            key_bits,
+            hps_version,
+            stored,
         )
 
 

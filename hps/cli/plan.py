@@ -39,7 +39,7 @@ Examples:
   hps plan requests.npz --config hps.yaml --hit-rate 0.9
   hps plan keys.parquet --repository models --batch 64 --p99-ms 5
   hps plan keys.npy --table items=258368x32 --batch 1024 --memory 8000000
-  hps plan keys.parquet --config hps.yaml --gpu-hit-rate 0.8 --calibration gpu.json
+  hps plan keys.parquet -c hps.yaml --gpu-hit-rate 0.8 --calibration gpu.json
   hps plan --server http://127.0.0.1:8002 --seconds 600 --hit-rate 0.95
   hps plan day.csv --table user=1000000x32 --table ad=50000x16 --plot day.svg
 """
@@ -108,7 +108,7 @@ class PlannedModelOptions:
     model: str | None = option(None, metavar="NAME")
     """The model; required if there are several."""
     table: list[str] | None = option(None, metavar="NAME=ROWSxDIM")
-    """A table, if there are no files yet, such as user=1000000x32 or ad=50000x16:float16; repeatable."""
+    """A table, if there are no files yet, such as user=1000000x32 or ad=50000x16:int8; repeatable."""
     redis: str | None = option(None, metavar="HOST:PORT")
     """A Redis that nodes will share, in place of the addresses of --config; measured with generated rows."""
 

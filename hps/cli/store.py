@@ -118,7 +118,7 @@ def _listed(store: RedisRows | RocksDbRows, models: ConfiguredModels) -> list[di
                 "rows_approximate": not exact,
                 "bytes": bytes_ if dim or store.name == "redis" else None,
                 "dim": dim,
-                "dtype": str(table.dtype) if table else record.dtype if record else None,
+                "dtype": table.row_format.name if table else record.dtype if record else None,
                 "layout": store.tier.layout,
                 "state": problem or "ok",
             }

@@ -149,13 +149,14 @@ def dump(options: DumpOptions) -> None:
 
     The format has no versions and no deletions."""
     from hps.tiers.dump import write_dump
+    from hps.tiers.stored_rows import to_vectors
 
     with options.open() as (store, table):
         store.check(table)
 
         def rows() -> Iterator[Rows]:
             for some in store.scan(table):
-                yield some.keys, some.vectors
+                yield some.keys, to_vectors(table, some.vectors)
 
         total = store.entries(table)
         with work(), ConsoleProgress().task(f"dumping {options.table}", total) as step:
@@ -189,6 +190,7 @@ def import_dump(options: ImportDumpOptions) -> None:
     import numpy as np
 
     from hps.rows.tiers import table_name_in
+    from hps.tiers.stored_rows import to_rows
     from hps.updates.version_clock import VersionClock
 
     at = VersionClock().now() if options.version is None else parse_version(options.version)
@@ -197,7 +199,7 @@ def import_dump(options: ImportDumpOptions) -> None:
         with work(), ConsoleProgress().task(f"importing {options.table}", opened.rows) as step:
             for keys, vectors in opened.read(table, step):
                 versions = np.full(len(keys), at, np.uint64)
-                store.tier.insert(table, keys, vectors, versions)
+                store.tier.insert(table, keys, to_rows(table, vectors), versions)
         # The last write wins if rows have no versions.
         overwritten = store.name == TierName.rocksdb and not store.versioned
         overwritten = overwritten and store.record(table_name_in(table, "hps")) is None

@@ -119,10 +119,10 @@ def diff(options: DiffOptions) -> None:
 def _counterpart(models: ConfiguredModels, table: EmbeddingTable) -> EmbeddingTable:
     """Find the same table in the other configuration. Raises ConfigError if its shape differs."""
     found = models.one(table.model, table.name)
-    if found.dim != table.dim or found.dtype != table.dtype:
+    if (found.dim, found.row_format) != (table.dim, table.row_format):
         raise ConfigError(
-            f"table {table.id} has dim {table.dim} of {table.dtype} in one configuration, "
-            f"{found.dim} of {found.dtype} in the other"
+            f"table {table.id} has dim {table.dim} of {table.row_format.name} in one configuration, "
+            f"{found.dim} of {found.row_format.name} in the other"
         )
     return found
 

@@ -61,6 +61,8 @@ def scan(options: ScanOptions) -> None:
 
     RocksDB orders rows by signed key (in HPS's layout by the key's little-endian bytes); Redis has no
     order."""
+    from hps.tiers.stored_rows import to_vectors
+
     first = None if options.start is None else parse_key(options.start)
     with options.open() as (store, table):
         store.check(table)
@@ -68,7 +70,8 @@ def scan(options: ScanOptions) -> None:
         with work():
             for some in _scanned(store, table, first):
                 left = options.limit - len(rows)
-                each = zip(some.keys[:left], some.versions, some.vectors, strict=False)
+                vectors = to_vectors(table, some.vectors[:left])
+                each = zip(some.keys[:left], some.versions, vectors, strict=False)
                 rows += [{"key": k, "version": v, "vector": row} for k, v, row in each]
                 if len(rows) == options.limit:
                     break
@@ -153,7 +156,7 @@ def _in_each_store(
             with open_store(configuration, name) as store:
                 store.check(table)
                 with work():
-                    found += _held(store.name, keys.tolist(), store.get(table, keys))
+                    found += _held(store.name, table, keys.tolist(), store.get(table, keys))
         except (NotFound, TierError) as error:
             problems.append(error)
     failures = [error for error in problems if isinstance(error, TierError)]
@@ -166,7 +169,12 @@ def _in_each_store(
     return found, bool(failures)
 
 
-def _held(tier: str, keys: list[int], held: StoredKeys) -> list[dict[str, Any]]:
+def _held(
+    tier: str, table: EmbeddingTable, keys: list[int], held: StoredKeys
+) -> list[dict[str, Any]]:
+    from hps.tiers.stored_rows import to_vectors
+
+    vectors = to_vectors(table, held.vectors)
     return [
         {
             "key": key,
@@ -174,7 +182,7 @@ def _held(tier: str, keys: list[int], held: StoredKeys) -> list[dict[str, Any]]:
             "found": bool(held.found[i]),
             "deleted": bool(held.deleted[i]),
             "version": int(held.versions[i]) if held.found[i] or held.deleted[i] else None,
-            "vector": held.vectors[i] if held.found[i] else None,
+            "vector": vectors[i] if held.found[i] else None,
         }
         for i, key in enumerate(keys)
     ]
@@ -298,7 +306,7 @@ def _apply(
             store.tier.delete(table, keys, versions)
         else:
             store.tier.insert(table, keys, np.repeat(change.row, len(keys), axis=0), versions)
-        held = _held(store.name, change.keys.tolist(), store.get(table, change.keys))
+        held = _held(store.name, table, change.keys.tolist(), store.get(table, change.keys))
     newer = [store.versioned and (each["version"] or 0) > change.version for each in held]
     return held, newer
 

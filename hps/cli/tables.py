@@ -18,7 +18,6 @@ Examples:
   hps tables ctr --output json
   hps tables --config config.yaml
 """
-ITEM_BYTES = {"float32": 4, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +51,8 @@ def flatten(status: dict[str, Any]) -> list[dict[str, Any]]:
     """Convert a node's status to one entry per table: rows and bytes in the store, cached rows.
 
     ``shared``: rows and bytes in each shared tier."""
+    from hps.row_format import row_format
+
     shared = [tier["name"] for tier in status["tiers"] if tier.get("shared")]
     kinds = {t["name"]: t["kind"] for t in status["tiers"] if t["name"] not in shared}
     found = []
@@ -62,6 +63,7 @@ def flatten(status: dict[str, Any]) -> list[dict[str, Any]]:
             rows = max(stored or held.values(), default=0)
             about = any(held.get(tier) == rows for tier in table.get("rows_approximate", ()))
             cached = sum(n for tier, n in held.items() if kinds.get(tier) == "cache")
+            stored_as = table.get("row_format", table["dtype"])
             found.append(
                 {
                     "model": model["name"],
@@ -69,9 +71,10 @@ def flatten(status: dict[str, Any]) -> list[dict[str, Any]]:
                     "table": table["name"],
                     "dim": table["dim"],
                     "dtype": table["dtype"],
+                    "row_format": stored_as,
                     "rows": rows,
                     "rows_approximate": about,
-                    "bytes": rows * table["dim"] * ITEM_BYTES.get(table["dtype"], 4),
+                    "bytes": rows * row_format(stored_as).row_bytes(table["dim"]),
                     "cached_rows": cached,
                     "rows_by_tier": held,
                     "shared": {
@@ -92,7 +95,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     shared = list(rows[0]["shared"]) if rows else []
     print_table(
         (
-            *("model", "version", "table", "dim", "dtype", "rows", "vectors", "cached"),
+            *("model", "version", "table", "dim", "row format", "rows", "bytes", "cached"),
             *(f"in {tier}" for tier in shared),
             "on a miss",
         ),
@@ -102,7 +105,7 @@ def show(rows: list[dict[str, Any]]) -> None:
                 FormattedNumber(row["version"]),
                 row["table"],
                 FormattedNumber(row["dim"]),
-                row["dtype"],
+                row["row_format"],
                 count(row["rows"], about=row["rows_approximate"]),
                 approximate(size(row["bytes"]), about=row["rows_approximate"]),
                 approximate(
@@ -113,7 +116,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             )
             for row in rows
         ],
-        optional=("dtype", "on a miss", "vectors", "version"),
+        optional=("row format", "on a miss", "bytes", "version"),
     )
 
 

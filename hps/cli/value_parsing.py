@@ -30,7 +30,7 @@ def parse_key(text: str) -> int:
 
 
 def parse_vector(text: str, table: EmbeddingTable) -> VectorArray:
-    """Parse ``0.1, -2`` or ``[0.1, -2]`` to (1, dim). Raises ConfigError."""
+    """Parse ``0.1, -2`` or ``[0.1, -2]`` to a row (1, row_width). Raises ConfigError."""
     try:
         values = [float(each) for each in text.strip().strip("[]").replace(",", " ").split()]
     except ValueError as error:
@@ -41,11 +41,16 @@ def parse_vector(text: str, table: EmbeddingTable) -> VectorArray:
         )
     import numpy as np
 
+    from hps.tiers.stored_rows import to_finite_rows
+
     with np.errstate(over="ignore"):
-        row = np.array([values], table.dtype)
-    if not np.isfinite(row).all():
-        raise ConfigError(f"--vector {text!r} holds a value that is no finite {table.dtype}")
-    return row
+        vectors = np.array([values], np.float32)
+    rows, finite = to_finite_rows(table, vectors)
+    if not finite.all():
+        raise ConfigError(
+            f"--vector {text!r} holds a value that is no finite {table.row_format.name}"
+        )
+    return rows
 
 
 def parse_version(text: str) -> int:

@@ -40,6 +40,8 @@ Datatype = Literal[
 ]  # fmt: skip
 
 
+# As in hps/row_format.py, which takes NumPy's time to import.
+RowFormatName = Literal["float32", "float16", "bfloat16", "float8_e4m3", "int8", "int4"]
 FLOAT16_MAX = 65_504.0
 # Suffixes of tensor names that the protocol adds to a feature's name.
 RESERVED_SUFFIXES = (".offsets", ".weights", ".source")
@@ -102,7 +104,9 @@ class TableSpec(StrictModel):
     dim: int = Field(ge=1, le=65_536)
     """Values per row."""
     dtype: Literal["float32", "float16"] = "float32"
-    """The type of rows in the tiers; files hold float32."""
+    """The type of vectors in answers."""
+    rows: RowFormatName | None = None
+    """The format of rows in the tiers; default: `dtype`. Files hold float32."""
     key_dtype: Literal["int64", "uint32"] = "int64"
     """`uint32` keeps only the low 32 bits of every key, in files and in requests."""
     default: float | list[float] = 0.0
@@ -120,6 +124,11 @@ class TableSpec(StrictModel):
         if self.dtype == "float16" and any(abs(v) > FLOAT16_MAX for v in values):
             message = f"does not fit float16, whose largest value is {FLOAT16_MAX:g}"
             yield finding("default", message, "dtype")
+
+    @property
+    def row_format(self) -> RowFormatName:
+        """The format of rows in the tiers."""
+        return self.rows or self.dtype
 
 
 class FeatureSpec(StrictModel):

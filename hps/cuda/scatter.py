@@ -56,13 +56,15 @@ class ScatterInputs:
         picks: NDArray[np.int64] | None,
     ) -> ScatterInputs:
         """Allocate the arrays; positions and picks are filled in."""
-        rows, rows_at = staging.allocate(n * table.dim, table.dtype)
+        rows, rows_at = staging.allocate(n * table.row_width, table.row_dtype)
         versions, versions_at = staging.allocate(n, np.uint64)
         sources, sources_at = staging.allocate(n, np.uint8)
         positions, positions_at = staging.allocate(len(places), np.int64)
         positions[:] = places
         at = (rows_at, versions_at, sources_at, positions_at, staging.put(picks))
-        return ScatterInputs(table, rows.reshape(n, table.dim), versions, sources, positions, at)
+        return ScatterInputs(
+            table, rows.reshape(n, table.row_width), versions, sources, positions, at
+        )
 
 
 def scatter(

@@ -153,7 +153,11 @@ class GpuTable:
 
         None if they can have no further member, or ``table`` has other rows. It has the same clock."""
         own = self.table
-        alike = (table.dim, table.dtype, table.key_bits) == (own.dim, own.dtype, own.key_bits)
+        alike = (table.row_width, table.row_dtype, table.key_bits) == (
+            own.dim,
+            own.dtype,
+            own.key_bits,
+        )
         if self.static or not self.shape.has_members or not alike:
             return None
         with self.state.lock:
@@ -250,7 +254,7 @@ class GpuTable:
             keys, numbers = cp.empty(limit, np.int64), cp.empty(limit, np.uint32)
             scores = cp.empty(limit, np.uint64)
             versions = cp.empty(limit, np.uint64) if with_versions else None
-            vectors = cp.empty((limit, self.table.dim), self.table.dtype)
+            vectors = cp.empty((limit, self.table.row_width), self.table.row_dtype)
             if limit:
                 pointers = {"keys": keys.data.ptr, "numbers": numbers.data.ptr}
                 pointers["scores"] = scores.data.ptr

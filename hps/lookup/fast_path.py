@@ -23,7 +23,7 @@ from hps.lookup.feature_groups import Group
 from hps.lookup.partial_hits import PartialHit, TablePartialHit
 from hps.lookup.pooling import divisors, is_pooled, offsets_of, weights_of
 from hps.observability.meters import LookupMeter
-from hps.tiers.base import POOLED_DTYPES, Ask, Bags
+from hps.tiers.base import Ask, Bags, is_poolable
 from hps.tiers.fused_lookup import FusedLookup, GatherFunction, prepare_gather
 from hps.types import (
     EmbeddingTable,
@@ -284,7 +284,7 @@ class FastPath:
                 position, n = names.index(feature.name), len(keys.keys)
                 if is_pooled(feature.pooling, keys):
                     slices.append(_pooled(feature, keys, position, start))
-                    any_pooled, poolable = True, poolable and table.dtype in POOLED_DTYPES
+                    any_pooled, poolable = True, poolable and is_poolable(table)
                 else:
                     slices.append(_FeatureSlice(feature, position, start, n))
                 start += n

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from hps.lookup.pooling import is_pooled, pool
 from hps.native import dedup
 from hps.observability.meters import Answers
 from hps.tiers.base import FetchContext, Part
+from hps.tiers.stored_rows import to_vectors
 from hps.tracing import timed_total
 from hps.types import (
     EmbeddingTable,
@@ -65,7 +67,8 @@ def make_table_keys(
         inverse = None if len(unique) == len(flat) else positions
     target = None
     alone = inverse is None and len(features) == 1
-    if out and alone and not is_pooled(features[0].pooling, keys[0]):
+    direct = alone and table.stores_vectors
+    if out and direct and not is_pooled(features[0].pooling, keys[0]):
         target = out.get(features[0].name)  # the tier writes rows to the caller's array
     return TableKeys(Part.make(table, unique, target), inverse, features, keys)
 
@@ -121,7 +124,7 @@ class FullLookupJob(LookupJob):
             part, inverse = keys_of_table.part, keys_of_table.inverse
             whole = inverse is not None or len(keys_of_table.features) == 1
             codes = part.source.tobytes()
-            has_defaults = fill_defaults(part, codes)
+            vectors_of_part, has_defaults = with_defaults(part, codes)
             if inverse is not None:
                 codes = part.source.take(inverse).tobytes()
             if has_defaults:
@@ -130,10 +133,12 @@ class FullLookupJob(LookupJob):
             start = 0
             for feature, keys in zip(keys_of_table.features, keys_of_table.keys, strict=True):
                 span = slice(start, start + len(keys.keys))
-                rows = part.out if whole else part.out[span]
+                rows = vectors_of_part if whole else vectors_of_part[span]
                 numbers = None if inverse is None else inverse[span]
                 target = request.out.get(feature.name) if request.out else None
-                vectors = pooled_rows(rows, keys, feature.pooling, numbers, target)
+                vectors = pooled_rows(
+                    rows, keys, feature.pooling, numbers, target, dtype=part.table.dtype
+                )
                 result.vectors[feature.name] = _put(target, vectors)
                 if request.want_source:
                     _report_sources(result, feature.name, keys_of_table, span)
@@ -143,14 +148,19 @@ class FullLookupJob(LookupJob):
         return result, sources
 
 
-def fill_defaults(part: Part, codes: bytes) -> bool:
-    """Set the rows of the part's missing keys to the table's default; return True if there were any.
+def with_defaults(part: Part, codes: bytes, *, dtype: Any = None) -> tuple[VectorArray, bool]:
+    """Return the part's vectors ``(n, dim)``, and True if some are the table's default.
 
-    ``codes``: the bytes of the part's sources."""
+    ``codes``: the bytes of the part's sources. ``dtype``: of the vectors; by default that of the rows if
+    these are vectors, else float32, in which they are pooled."""
+    table = part.table
+    if dtype is None:
+        dtype = part.out.dtype if table.stores_vectors else np.float32
+    vectors = to_vectors(table, part.out, dtype=dtype)
     if _DEFAULT not in codes:
-        return False
-    part.out[part.source == _DEFAULT] = part.table.default
-    return True
+        return vectors, False
+    vectors[part.source == _DEFAULT] = table.default
+    return vectors, True
 
 
 def _put(out: VectorArray | None, vectors: VectorArray) -> VectorArray:

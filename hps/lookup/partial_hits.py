@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hps.lookup.lookup_job import LookupJob, fill_defaults
+from hps.lookup.lookup_job import LookupJob, with_defaults
 from hps.native import dedup
 from hps.observability.meters import Answers
 from hps.tiers.base import Bags, Part
 from hps.tiers.fused_lookup import FusedLookup
 from hps.types import (
     EmbeddingTable,
-    IndexArray,
     KeyArray,
     LookupRequest,
     LookupResult,
@@ -86,9 +85,9 @@ class PartialHitJob(LookupJob):
         for table_hit, part, inverse in zip(
             self._hit.tables, self.parts, self._inverses, strict=True
         ):
-            has_defaults = fill_defaults(part, part.source.tobytes())
+            vectors, has_defaults = with_defaults(part, part.source.tobytes(), dtype=np.float32)
             codes = np.frombuffer(bytearray(answers[table_hit.position][1]), np.uint8)
-            if not self._fill(table_hit, part, inverse, codes):
+            if not self._fill(table_hit, part.source[inverse], vectors[inverse], codes):
                 return None
             table_codes = codes.tobytes()
             if has_defaults:
@@ -101,15 +100,21 @@ class PartialHitJob(LookupJob):
         return result, answers
 
     def _fill(
-        self, table_hit: TablePartialHit, part: Part, inverse: IndexArray, codes: SourceArray
+        self,
+        table_hit: TablePartialHit,
+        sources: SourceArray,
+        vectors: VectorArray,
+        codes: SourceArray,
     ) -> bool:
-        """Complete the table's bags and the ``codes`` of its keys ``(n,)``; False if rows were evicted."""
+        """Complete the table's bags and the ``codes`` of its keys ``(n,)``; False if rows were evicted.
+
+        ``sources (m,)`` and ``vectors (m, dim)``: of the missing keys of all bags."""
         start = 0
         for first, bags in table_hit.bags:
             assert bags.missing is not None
-            positions = inverse[start : start + len(bags.missing)]
-            codes[bags.missing + first] = part.source[positions]
-            if not self._hit.tier.complete(bags, part.out[positions]):
+            some = slice(start, start + len(bags.missing))
+            codes[bags.missing + first] = sources[some]
+            if not self._hit.tier.complete(bags, vectors[some]):
                 return False
-            start += len(positions)
+            start = some.stop
         return True

@@ -1,12 +1,14 @@
 """Pooling: from one vector per key to one vector per sample.
 
-Rows are added one by one in the order of the keys, in float32 for float16 tables, in the table's type
-otherwise; so are a mean's weights. Every kernel does the same (`hps/native/src/cache_pool.cpp`,
+Rows are added one by one in the order of the keys, in float32 (rows of float64 in float64); so are a
+mean's weights. Every kernel does the same (`hps/native/src/cache_pool.cpp`,
 `hps/cuda/pool.cu`, their NumPy twin), so the bits of a vector do not depend on the kernel. A bag
 without keys pools to zeros under every pooling. NaN in a weight or in a row reaches its sample, and no
 other."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +26,21 @@ def pool(
     pooling: Pooling,
     numbers: IndexArray | None = None,
     out: VectorArray | None = None,
+    *,
+    dtype: Any = None,
 ) -> VectorArray:
-    """Pool the rows ``(., dim)`` of ``keys`` to ``(batch, dim)``, into ``out`` if given.
+    """Pool the rows ``(., dim)`` of ``keys`` to ``(batch, dim)`` of ``dtype``, into ``out`` if given.
 
-    Key ``i`` has ``rows[numbers[i]]``, or ``rows[i]`` without ``numbers (n,)``. ``sum`` adds ``w * v``;
+    ``dtype``: by default that of the rows. Key ``i`` has ``rows[numbers[i]]``, or ``rows[i]`` without
+    ``numbers (n,)``. ``sum`` adds ``w * v``;
     ``mean`` divides that by the sum of the bag's weights (its number of keys if there are none), and
     gives zeros if that is 0. ``none`` gives the rows themselves.
     """
     if not is_pooled(pooling, keys):
-        return rows if numbers is None else rows.take(numbers, axis=0)
+        picked = rows if numbers is None else rows.take(numbers, axis=0)
+        return picked if dtype is None else picked.astype(dtype, copy=False)
     if out is None:
-        out = np.empty((keys.batch, rows.shape[1]), rows.dtype)
+        out = np.empty((keys.batch, rows.shape[1]), rows.dtype if dtype is None else dtype)
     run = pool_rows if rows.dtype in POOLED_DTYPES else twin_pool.pool_rows
     by = divisors(keys) if pooling == "mean" else None
     run(rows, numbers, offsets_of(keys), weights_of(keys), by, out)

@@ -82,7 +82,10 @@ def _mapped(
     (spec,) = (spec for spec in version.spec.tables if spec.name == files.name)
     try:
         header = read_header(path)
-        fits = (header.dtype.name, header.key_bits) == (spec.dtype, _key_bits(version, files.name))
+        fits = (header.row_format.name, header.key_bits) == (
+            spec.row_format,
+            _key_bits(version, files.name),
+        )
         if not fits or (header.digest, header.dim) != (files.digest, files.dim):
             text = f"{path} was written for other files and is not used; import the version again"
             yield VersionFinding(what, "WARN", text)

@@ -41,6 +41,7 @@ from hps.models.table_sharing import BaseVersion, link_file, link_pair, link_tab
 from hps.models.version_writer import write_mapped_files, write_table
 from hps.tiers.mapped import MappedTier
 from hps.tiers.rocksdb.layout import family_name
+from hps.tiers.stored_rows import to_vectors
 from hps.types import EmbeddingTable, KeyArray, Progress
 
 
@@ -160,7 +161,7 @@ class _Compaction:
                 kept = ~np.isin(table.narrow(keys), written)
                 yield keys[kept], vectors[kept]
         for rows in self.store.overlay_rows(table):
-            yield rows.keys, rows.vectors.astype(np.float32, copy=False)
+            yield rows.keys, to_vectors(table, rows.vectors, dtype=np.float32)
 
 
 def _masked(base: DeltaBase, written: KeyArray, old: np.ndarray) -> np.ndarray:

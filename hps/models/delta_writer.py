@@ -53,7 +53,7 @@ class DeltaBase:
     def options(self) -> MappedOptions:
         """The properties of the mapped file, which that of a delta must have, too."""
         header = self.mapped.header
-        return MappedOptions(header.dtype, 32 if header.key_bits == 32 else 64)
+        return MappedOptions(header.row_format, 32 if header.key_bits == 32 else 64)
 
     def positions(self, keys: KeyArray) -> IndexArray:
         """Return the positions (n,) of ``keys``, as in files, in the mapped file; -1 for an absent key."""
@@ -88,8 +88,8 @@ def open_delta_base(base: BaseVersion, spec: TableSpec) -> DeltaBase | None:
     except ModelError:
         return None
     header, options = mapped.header, MappedOptions.of(spec)
-    found = header.digest, header.rows, header.dtype, header.key_bits
-    fits = found == (files.digest, files.rows, options.dtype, options.key_bits)
+    found = header.digest, header.rows, header.row_format, header.key_bits
+    fits = found == (files.digest, files.rows, options.row_format, options.key_bits)
     return DeltaBase(files, mapped, pure) if fits else None
 
 
@@ -150,13 +150,13 @@ def _position_blocks(base: DeltaBase) -> Iterator[tuple[int, IndexArray]]:
 class _BaseRows:
     """The base's rows in float32, as they were published, by their positions in the mapped file.
 
-    The mapped file has them unless it rounds them to float16. Then they are read from the other file, for
-    which their numbers take four bytes a row: rows that only round alike are different rows."""
+    The mapped file has them unless its rows have another format. Then they are read from the other file,
+    for which their numbers take four bytes a row: rows that only round alike are different rows."""
 
     def __init__(self, base: DeltaBase) -> None:
         self._base = base
         self._numbers: NDArray[np.uint32] | None = None
-        if base.options.dtype != np.float32:
+        if base.options.row_format.name != "float32":
             self._numbers = np.empty(base.files.rows, np.uint32)
             for start, at in _position_blocks(base):
                 self._numbers[at] = np.arange(start, start + len(at))

@@ -40,7 +40,8 @@ from hps.threads import rest
 from hps.tiers.mapped import MappedFileTier, MappedTier
 from hps.tiers.mapped.masked_positions import MASKED_POSITIONS_FILE, read_masked_positions
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
-from hps.types import EmbeddingTable, Progress, make_version
+from hps.tiers.stored_rows import NotStorable, to_rows
+from hps.types import EmbeddingTable, Progress, RowArray, VectorArray, make_version
 
 log = logging.getLogger(__name__)
 How = Literal["mapped", "reused", "loaded", "merged"]
@@ -231,7 +232,9 @@ def _mapped_files(
 def _record(version: ModelVersion, table: EmbeddingTable, files: TableFiles) -> LoadRecord:
     stamp = " ".join(map(str, files.stamps))
     written = row_version(version, files)
-    return LoadRecord(files.digest, files.rows, written, table.dim, table.dtype.name, stamp=stamp)
+    return LoadRecord(
+        files.digest, files.rows, written, table.dim, table.row_format.name, stamp=stamp
+    )
 
 
 def _decide(files: TableFiles, table: EmbeddingTable, store: RocksDbTier, *, rebuild: bool) -> How:
@@ -241,13 +244,14 @@ def _decide(files: TableFiles, table: EmbeddingTable, store: RocksDbTier, *, reb
     if record is None:
         # A table may hold streamed rows although it was never loaded: they are kept too.
         return "merged" if store.streamed(table) and store.layout == "native" else "loaded"
-    if (record.digest, record.dim, record.dtype) == (files.digest, table.dim, table.dtype.name):
+    like_table = table.dim, table.row_format.name
+    if (record.digest, record.dim, record.dtype) == (files.digest, *like_table):
         if isinstance(store, MappedTier) and store.is_mapped(table):
             return "merged" if store.streamed(table) else "loaded"
         return "reused"
     if not store.streamed(table):
         return "loaded"
-    if files.entry is None and (record.dim, record.dtype) == (table.dim, table.dtype.name):
+    if files.entry is None and (record.dim, record.dtype) == like_table:
         return "merged" if store.layout == "native" else "loaded"
     raise ModelError(
         f"table {table.id}: the files in {files.folder} are not the ones loaded into {store.path}, and "
@@ -266,7 +270,18 @@ def _chunks(
     scratch = store.scratch / f"{time.monotonic_ns()}"
     spreading = partial(progress.task, f"sorting {files.name}", files.rows)
     chunks = sorted_chunks(files, partial(store.codes, table), duplicates, scratch, spreading)
-    return prefetch(chunks) if files.bytes >= _THREAD_BYTES else chunks
+    rows = ((codes, stored_rows(table, vectors)) for codes, vectors in chunks)
+    return prefetch(rows) if files.bytes >= _THREAD_BYTES else rows
+
+
+def stored_rows(table: EmbeddingTable, vectors: VectorArray) -> RowArray:
+    """Return the rows ``(n, row_width)`` of a table's files. Raises ModelError if a vector does not fit."""
+    try:
+        return to_rows(table, vectors)
+    except NotStorable as error:
+        raise ModelError(
+            f"table '{table.name}': {error}; correct the files, or take another format (rows: float32)"
+        ) from error
 
 
 def _merge(
@@ -285,7 +300,7 @@ def _merge(
             at = np.flatnonzero(~overlay.has_entries(table, keys))
             keys, vectors = keys[at], vectors[at]
         versions = np.full(len(keys), record.version, np.uint64)
-        store.insert(table, keys, vectors.astype(table.dtype, copy=False), versions)
+        store.insert(table, keys, stored_rows(table, vectors), versions)
         step(len(keys))
     return files.rows
 

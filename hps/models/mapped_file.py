@@ -24,7 +24,9 @@ from hps.models.external_sort import Chunk, Codes, DuplicateCounter, prefetch, s
 from hps.models.tables import TableFiles
 from hps.native import build_index_part, crc32, index_hashes, mapped_format, place_records
 from hps.native.mapped_format import BLOCK_BYTES, HEADER, HEADER_BYTES
-from hps.types import KeyArray
+from hps.row_format import FLOAT32, RowFormat, row_format
+from hps.tiers.stored_rows import NotStorable, to_rows
+from hps.types import EmbeddingTable, KeyArray, RowArray
 
 Vectors = NDArray[np.float32]
 MAPPED_FILE = "mapped"
@@ -52,17 +54,17 @@ class MappedReport:
 class MappedOptions:
     """Properties of a mapped file.
 
-    ``dtype``: of its rows, float32 or float16, to which the vectors are rounded. ``key_bits``: of the
-    table's keys; with 32, only the low 32 bits of a key count. ``threads``: that build the index."""
+    ``row_format``: of its rows, to which the vectors are converted. ``key_bits``: of the table's keys; with
+    32, only the low 32 bits of a key count. ``threads``: that build the index."""
 
-    dtype: Any = np.float32
+    row_format: RowFormat = FLOAT32
     key_bits: Literal[32, 64] = 64
     threads: int = field(default_factory=lambda: min(8, len(os.sched_getaffinity(0))))
 
     @staticmethod
     def of(spec: TableSpec) -> MappedOptions:
         """The properties that a table's description demands."""
-        return MappedOptions(np.dtype(spec.dtype), 32 if spec.key_dtype == "uint32" else 64)
+        return MappedOptions(row_format(spec.row_format), 32 if spec.key_dtype == "uint32" else 64)
 
 
 def write_mapped(
@@ -152,8 +154,7 @@ class _Writer:
     layout: _Layout = field(init=False)
 
     def __post_init__(self) -> None:
-        dtype = np.dtype(self.options.dtype)
-        self.record_bytes = mapped_format.record_bytes(self.files.dim, dtype)
+        self.record_bytes = mapped_format.record_bytes(self.files.dim, self.options.row_format)
         self.layout = _Layout.of(self.files.rows, self.record_bytes)
 
     def write(self, progress: Callable[[int], None]) -> MappedReport | None:
@@ -187,8 +188,9 @@ class _Writer:
     def _header(self, rows: int) -> Any:
         header = np.zeros((), HEADER)
         header["magic"], header["format"] = mapped_format.MAGIC, mapped_format.FORMAT
-        dtype = np.dtype(self.options.dtype)
-        (header["dtype"],) = (code for code, d in mapped_format.DTYPES.items() if d == dtype)
+        code = self.options.row_format.code
+        assert code is not None  # no table has rows of another type
+        header["dtype"] = mapped_format.FIRST_FORMAT_CODE + code
         header["key_bits"] = self.options.key_bits
         header["dim"], header["record_bytes"] = self.files.dim, self.record_bytes
         header["rows"], header["seed"] = rows, self.seed
@@ -241,13 +243,23 @@ class _Writer:
         if index is None:
             return _BuiltPart(None, np.empty(0, np.uint32), records, slots)
         pilots, positions, remap = index
-        rows = np.concatenate(
-            [np.empty((0, self.files.dim), self.options.dtype), *vectors],
-            dtype=self.options.dtype,
-            casting="same_kind",
-        )
-        place_records(positions, _keys(codes, self.seed), rows, records)
+        keys = _keys(codes, self.seed)
+        place_records(positions, keys, self._rows(keys, vectors), records)
         return _BuiltPart(pilots, remap, records, slots)
+
+    def _rows(self, keys: KeyArray, vectors: list[Vectors]) -> RowArray:
+        """Convert the vectors of ``keys (n,)`` to rows (n, width)."""
+        table = EmbeddingTable.make(
+            self.files.name, self.files.dim, rows=self.options.row_format.name
+        )
+        whole = np.concatenate([np.empty((0, self.files.dim), np.float32), *vectors])
+        try:
+            return to_rows(table, whole)
+        except NotStorable as error:
+            raise ModelError(
+                f"table '{table.name}', key {keys[error.first]}: {error}; correct the files, or take another "
+                "format (rows: float32)"
+            ) from error
 
 
 def _keys(codes: Codes, seed: int) -> KeyArray:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hps.models.check import check_disjoint_tables
 from hps.models.external_sort import block_rows
-from hps.models.loader import row_version
+from hps.models.loader import row_version, stored_rows
 from hps.models.manifest import checksum_file, compare_checksum
 from hps.models.repository import ModelVersion
 from hps.models.tables import TableFiles
@@ -63,5 +63,5 @@ class _PreloadChunks:
 
     def __iter__(self) -> Iterator[tuple[KeyArray, VectorArray]]:
         for keys, vectors in self._files.blocks(block_rows(self._files.dim)):
-            yield self._table.narrow(keys), vectors
+            yield self._table.narrow(keys), stored_rows(self._table, vectors)
         self._files.check_unchanged()

@@ -127,6 +127,7 @@ class ModelVersion:
             model=self.name,
             version=version,
             dtype=np.dtype(spec.dtype),
+            rows=spec.row_format,
             default=spec.default,
             miss=MissPolicy(spec.miss_policy.kind, spec.miss_policy.min_hit_rate),
             tombstone_ttl_s=spec.tombstone_ttl_s,

@@ -19,6 +19,7 @@ from hps.native import (
     twin_misses,
     twin_pool,
     twin_resp,
+    twin_rows,
 )
 
 _mode = native_mode()
@@ -29,7 +30,7 @@ stack_distances = twin.stack_distances
 count_in_buckets = twin.count_in_buckets
 cache_bytes = twin_cache.cache_bytes
 CacheTable = twin_cache.CacheTable
-gather_all = twin_cache.gather_all
+gather_all = twin_pool.gather_all
 MappedTable = twin_mapped.MappedTable
 bitmap_words = twin_mapped.bitmap_words
 LayeredTable = twin_layered.LayeredTable
@@ -40,6 +41,8 @@ gather_misses = twin_misses.gather_misses
 copy_keys = twin_misses.copy_keys
 WorkerPool = twin_misses.WorkerPool
 pool_rows = twin_pool.pool_rows
+decode_rows = twin_rows.decode_rows
+encode_rows = twin_rows.encode_rows
 InFlight = twin_in_flight.InFlight
 RowReplies = twin_resp.RowReplies
 ProtocolError = twin_resp.ProtocolError
@@ -73,6 +76,8 @@ if _mode != "off":
         copy_keys = _core.copy_keys  # type: ignore[assignment]
         WorkerPool = _core.WorkerPool  # type: ignore[misc,assignment]
         pool_rows = _core.pool_rows
+        decode_rows = _core.decode_rows
+        encode_rows = _core.encode_rows
         InFlight = _core.InFlight  # type: ignore[misc,assignment]
         RowReplies = _core.RowReplies  # type: ignore[misc,assignment]
         ProtocolError = _core.ProtocolError  # type: ignore[misc,assignment]
@@ -98,8 +103,10 @@ __all__ = [
     "crc32",
     "decode_hps",
     "decode_native",
+    "decode_rows",
     "dedup",
     "encode_hps",
+    "encode_rows",
     "gather_all",
     "gather_misses",
     "index_hashes",

@@ -52,6 +52,7 @@ class CacheTable:
         huge_pages: str = "try",
         numa_node: int = -1,
         on_demand: bool = False,
+        format: int | None = None,
     ) -> None:
         """Create the table in private memory, or in the file of the descriptor ``file``, to share it.
 
@@ -59,7 +60,7 @@ class CacheTable:
         Raises MemoryError if memory is exhausted, RuntimeError if the system refuses pages or node."""
 
     @staticmethod
-    def attach(file: int, like: NDArray[Any], code: int) -> CacheTable:
+    def attach(file: int, like: NDArray[Any], code: int, format: int | None = None) -> CacheTable:
         """Attach to the table in ``file``. Raises ValueError if there is no table of such rows."""
 
     def repair(self) -> bool:
@@ -99,7 +100,7 @@ class CacheTable:
         weights: NDArray[np.float32] | None,
         divisors: NDArray[np.float32] | None,
         out: NDArray[Any],
-        supplied: tuple[NDArray[np.int64], NDArray[Any]] | None = None,
+        supplied: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None,
     ) -> NDArray[np.int64] | None:
         """See twin_cache.CacheTable.pool_bags."""
 
@@ -137,6 +138,7 @@ class MappedTable:
         code: int,
         bitmap: NDArray[np.uint64] | None = None,
         kernels: str | None = None,
+        format: int | None = None,
     ) -> None: ...
 
     threads: int
@@ -172,7 +174,7 @@ class MappedTable:
         weights: NDArray[np.float32] | None,
         divisors: NDArray[np.float32] | None,
         out: NDArray[Any],
-        supplied: tuple[NDArray[np.int64], NDArray[Any]] | None = None,
+        supplied: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None,
     ) -> NDArray[np.int64] | None:
         """See twin_cache.CacheTable.pool_bags."""
 
@@ -233,7 +235,7 @@ class LayeredTable:
         weights: NDArray[np.float32] | None,
         divisors: NDArray[np.float32] | None,
         out: NDArray[Any],
-        supplied: tuple[NDArray[np.int64], NDArray[Any]] | None = None,
+        supplied: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None,
     ) -> NDArray[np.int64] | None:
         """See twin_cache.CacheTable.pool_bags."""
 
@@ -263,7 +265,7 @@ def gather_all(
     requests: list[tuple[Any, NDArray[np.int64], NDArray[Any]]],
     threads: int = 1,
 ) -> bool:
-    """See twin_cache.gather_all."""
+    """See twin_pool.gather_all."""
 
 class WorkerPool:
     """Threads for many short calls, started at their first use; see twin_misses.WorkerPool."""
@@ -388,8 +390,28 @@ def pool_rows(
     divisors: NDArray[np.float32] | None,
     out: NDArray[Any],
     kernels: str | None = None,
+    format: int | None = None,
 ) -> None:
-    """See twin_pool.pool_rows; rows must be float32 or float16. ``kernels``: as of `CacheTable`."""
+    """See twin_pool.pool_rows; rows must be float32, float16 or have a format. ``kernels``: as of
+    `CacheTable`."""
+
+def decode_rows(
+    rows: NDArray[Any],
+    numbers: NDArray[np.int64] | None,
+    out: NDArray[Any],
+    format: int,
+    kernels: str | None = None,
+) -> None:
+    """See twin_rows.decode_rows. Raises TypeError or ValueError for arrays that do not fit."""
+
+def encode_rows(
+    vectors: NDArray[np.float32],
+    format: int,
+    rows: NDArray[Any],
+    storable: NDArray[np.uint8],
+    kernels: str | None = None,
+) -> None:
+    """See twin_rows.encode_rows. Raises TypeError or ValueError for arrays that do not fit."""
 
 class InFlight:
     """See twin_in_flight.InFlight. Raises TypeError or ValueError for arguments that do not fit."""

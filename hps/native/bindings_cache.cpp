@@ -27,8 +27,9 @@ hps::Pages pages_named(const std::string& name) {
   throw std::invalid_argument("huge_pages must be try, transparent, reserved or off, not " + name);
 }
 
-CacheTable* attach(int file, const ReadOnlyRows& like, std::uint8_t code) {
-  return new CacheTable(file, like, code, *hps::runnable_kernels().front());
+CacheTable* attach(int file, const ReadOnlyRows& like, std::uint8_t code,
+                   const FormatCode& format) {
+  return new CacheTable(file, like, code, *hps::runnable_kernels().front(), format);
 }
 
 void py_copy_rows(const ReadOnlyRows& rows, const Keys& numbers, Rows out) {
@@ -62,16 +63,16 @@ void bind_cache(nb::module_& m) {
           [](CacheTable* self, std::uint64_t capacity, const ReadOnlyRows& like,
              const std::string& eviction, std::uint8_t code,
              const std::optional<std::string>& kernels, int file, const std::string& huge_pages,
-             int numa_node, bool on_demand) {
+             int numa_node, bool on_demand, const FormatCode& format) {
             new (self)
                 CacheTable(capacity, like, eviction_named(eviction), code, kernels_named(kernels),
-                           {file, pages_named(huge_pages), numa_node, on_demand});
+                           {file, pages_named(huge_pages), numa_node, on_demand}, format);
           },
           nb::arg("capacity"), nb::arg("like").noconvert(), nb::arg("eviction"), nb::arg("code"),
           nb::arg("kernels") = nb::none(), nb::arg("file") = -1, nb::arg("huge_pages") = "try",
-          nb::arg("numa_node") = -1, nb::arg("on_demand") = false)
+          nb::arg("numa_node") = -1, nb::arg("on_demand") = false, nb::arg("format") = nb::none())
       .def_static("attach", &attach, nb::arg("file"), nb::arg("like").noconvert(), nb::arg("code"),
-                  nb::rv_policy::take_ownership)
+                  nb::arg("format") = nb::none(), nb::rv_policy::take_ownership)
       .def("repair", &CacheTable::repair)
       .def("fetch", &CacheTable::fetch, nb::arg("keys").noconvert(), nb::arg("missing").noconvert(),
            nb::arg("oldest_tombstone"), nb::arg("out").noconvert(), nb::arg("versions").noconvert(),

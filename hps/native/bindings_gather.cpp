@@ -4,34 +4,59 @@
 #include <nanobind/stl/string.h>
 
 #include <atomic>
+#include <memory>
 #include <optional>
 
 #include "bindings_table.hpp"
 
 namespace {
 
+// Vectors to be gathered: rows as they are stored, or `decoded` from their format.
 struct Gather {
   const hps::RowReader* table;
   const std::int64_t* keys;
   std::uint8_t* out;
-  std::size_t n;
+  std::size_t n, vector_bytes;
+  bool decoded;
+  hps::DecodeRequest decoding;
 };
 
 // Splits gathers into pieces of about equal size, to balance the load of several threads.
 std::vector<Gather> split_into_pieces(const std::vector<Gather>& gathers) {
   std::vector<Gather> pieces;
   for (const Gather& whole : gathers) {
-    const std::size_t row_bytes = whole.table->row_bytes();
-    for (std::size_t at = 0; at < whole.n; at += kPieceKeys)
-      pieces.push_back({whole.table, whole.keys + at, whole.out + at * row_bytes,
-                        std::min(kPieceKeys, whole.n - at)});
+    for (std::size_t at = 0; at < whole.n; at += kPieceKeys) {
+      Gather piece = whole;
+      piece.keys += at;
+      piece.out += at * whole.vector_bytes;
+      piece.n = std::min(kPieceKeys, whole.n - at);
+      pieces.push_back(piece);
+    }
   }
   return pieces;
 }
 
+// Rows are decoded from a buffer of so many, which stays in the second-level cache.
+constexpr std::size_t kDecodedRows = 512;
+
+bool gather(const Gather& each) {
+  if (!each.decoded) return each.table->gather(each.keys, each.n, each.out);
+  const std::size_t rows = std::min(kDecodedRows, each.n);
+  std::unique_ptr<std::uint8_t[]> buffer(new std::uint8_t[rows * each.table->row_bytes()]);
+  hps::DecodeRequest decoding = each.decoding;
+  decoding.rows = buffer.get();
+  for (std::size_t at = 0; at < each.n; at += rows) {
+    decoding.n = std::min(rows, each.n - at);
+    decoding.out = each.out + at * each.vector_bytes;
+    if (!each.table->gather(each.keys + at, decoding.n, buffer.get())) return false;
+    hps::runnable_kernels().front()->decode_rows(decoding);
+  }
+  return true;
+}
+
 bool gather_serial(const std::vector<Gather>& gathers) {
   for (const Gather& each : gathers)
-    if (!each.table->gather(each.keys, each.n, each.out)) return false;
+    if (!gather(each)) return false;
   return true;
 }
 
@@ -40,7 +65,7 @@ bool gather_parallel(const std::vector<Gather>& gathers, std::size_t threads) {
   std::atomic<bool> all{true};
   hps::parallel_for(pieces.size(), threads, [&](std::size_t i) {
     const Gather& each = pieces[i];
-    if (all.load(std::memory_order_relaxed) && !each.table->gather(each.keys, each.n, each.out))
+    if (all.load(std::memory_order_relaxed) && !gather(each))
       all.store(false, std::memory_order_relaxed);
   });
   return all;
@@ -52,6 +77,23 @@ struct HeldRequest {
   nb::object table;
   std::optional<Buffer> keys, out;
 };
+
+// Throws std::invalid_argument unless keys and out fit the table.
+Gather make_gather(const RowTable& table, const Buffer& keys, const Buffer& out) {
+  Gather made{&table.reader(),
+              reinterpret_cast<const std::int64_t*>(keys.bytes()),
+              out.bytes(),
+              keys.size(0),
+              table.reader().row_bytes(),
+              false,
+              {}};
+  if (table.is_stored(keys, out)) return made;
+  const bool halves = are_halves(out.format());
+  made.vector_bytes = out.size(1) * (halves ? 2 : 4);
+  made.decoded = true;
+  made.decoding = {table.row_format(), out.size(1), nullptr, nullptr, 0, halves, nullptr};
+  return made;
+}
 
 // Finds each request's table in `tables`; returns false if one is absent, or a key has no row.
 bool py_gather_all(const nb::dict& tables, const nb::list& requests, std::size_t threads) {
@@ -75,9 +117,7 @@ bool py_gather_all(const nb::dict& tables, const nb::list& requests, std::size_t
       throw std::invalid_argument("tables must be CacheTables or MappedTables");
     const Buffer& keys = held[i].keys.emplace(PyTuple_GetItem(request.ptr(), 1), false);
     const Buffer& out = held[i].out.emplace(PyTuple_GetItem(request.ptr(), 2), true);
-    table->check_gather(keys, out);
-    gathers[i] = {&table->reader(), reinterpret_cast<const std::int64_t*>(keys.bytes()),
-                  out.bytes(), keys.size(0)};
+    gathers[i] = make_gather(*table, keys, out);
     total += keys.size(0);
   }
   bool all = false;
@@ -89,11 +129,6 @@ bool py_gather_all(const nb::dict& tables, const nb::list& requests, std::size_t
 
 void check(bool fits, const char* what) {
   if (!fits) throw std::invalid_argument(what);
-}
-
-std::int64_t begin_of(const hps::PoolRequest& request, std::size_t bag) {
-  return request.offsets != nullptr ? request.offsets[bag]
-                                    : static_cast<std::int64_t>(bag) * request.hotness;
 }
 
 // Throws unless offsets rise from 0 to n: an offset out of bounds must never be used.
@@ -125,7 +160,7 @@ std::size_t pool_by_pieces(const RowTable& table, const hps::PoolRequest& reques
   if (pieces <= 1) return table.reader().pool(all, left);
   const auto first_bag = [&](std::size_t piece) { return piece * bags / pieces; };
   const auto first_key = [&](std::size_t piece) {
-    return static_cast<std::size_t>(begin_of(request, first_bag(piece)));
+    return static_cast<std::size_t>(request.begin_of(first_bag(piece)));
   };
   std::vector<std::size_t> counts(pieces);
   hps::parallel_for(pieces, table.threads(), [&](std::size_t piece) {
@@ -142,19 +177,18 @@ std::size_t pool_by_pieces(const RowTable& table, const hps::PoolRequest& reques
   return total;
 }
 
-// Pools only the bags that have a supplied row, one by one.
+// Pools only the bags that have a supplied vector, one by one.
 std::size_t pool_supplied(const RowTable& table, const hps::PoolRequest& request, std::size_t bags,
                           std::int64_t* left) {
-  const std::size_t row_bytes = table.reader().row_bytes();
   std::size_t unanswered = 0, bag = 0;
   for (std::size_t at = 0; at < request.n_supplied;) {
-    while (bag < bags && begin_of(request, bag + 1) <= request.supplied[at]) ++bag;
+    while (bag < bags && request.begin_of(bag + 1) <= request.supplied[at]) ++bag;
     hps::PoolRequest part = request;
     part.first = bag;
     part.last = bag + 1;
     part.supplied = request.supplied + at;
-    part.rows = request.rows + at * row_bytes;
-    while (at < request.n_supplied && request.supplied[at] < begin_of(request, bag + 1)) ++at;
+    part.vectors = request.vectors + at * request.dim;
+    while (at < request.n_supplied && request.supplied[at] < request.begin_of(bag + 1)) ++at;
     part.n_supplied = static_cast<std::size_t>(request.supplied + at - part.supplied);
     unanswered += table.reader().pool(part, left + unanswered);
   }
@@ -164,13 +198,13 @@ std::size_t pool_supplied(const RowTable& table, const hps::PoolRequest& request
 // A checked request without keys and rows.
 hps::PoolRequest make_pool_request(std::size_t n, const std::optional<Keys>& offsets,
                                    const std::optional<Floats>& weights,
-                                   const std::optional<Floats>& divisors, const Rows& out) {
+                                   const std::optional<Floats>& divisors, const Rows& out,
+                                   hps::RowFormat format) {
   const std::size_t bags = out.shape(0);
-  const char* format = format_of(out.dtype());
   hps::PoolRequest request{};
-  request.halves = std::strcmp(format, "e") == 0;
-  check(request.halves || std::strcmp(format, "f") == 0,
-        "rows must be float32 or float16 to be pooled");
+  request.format = format;
+  request.dim = out.shape(1);
+  request.halves = are_halves(format_of(out.dtype()));
   check(!offsets || offsets->shape(0) == bags + 1, "offsets must be (bags + 1,)");
   check(!weights || weights->shape(0) == n, "weights must have one entry per key");
   check(!divisors || divisors->shape(0) == bags, "divisors must have one entry per bag");
@@ -184,41 +218,84 @@ hps::PoolRequest make_pool_request(std::size_t n, const std::optional<Keys>& off
   return request;
 }
 
+// Throws unless all numbers are those of `rows` rows.
+void check_numbers(const std::optional<Keys>& numbers, std::size_t rows) {
+  if (!numbers) return;
+  bool fit = true;
+  for (std::size_t i = 0; i < numbers->shape(0); ++i)
+    fit &= static_cast<std::uint64_t>(numbers->data()[i]) < rows;
+  check(fit, "numbers must be row numbers of rows");
+}
+
+// The format of an array of rows; throws unless they have `dim` values of it.
+template <typename Array>
+hps::RowFormat checked_format(const FormatCode& code, const Array& rows, std::size_t dim) {
+  const auto format = row_format_of(code, format_of(rows.dtype()));
+  check(format.has_value(), "rows must be float32, float16 or of a row format");
+  check(rows.shape(1) * rows.itemsize() == hps::row_bytes(*format, dim),
+        "vectors must have the dim of the rows");
+  return *format;
+}
+
 void py_pool_rows(const ReadOnlyRows& rows, const std::optional<Keys>& numbers,
                   const std::optional<Keys>& offsets, const std::optional<Floats>& weights,
                   const std::optional<Floats>& divisors, Rows out,
-                  const std::optional<std::string>& kernels) {
+                  const std::optional<std::string>& kernels, const FormatCode& code) {
   const std::size_t n = numbers ? numbers->shape(0) : rows.shape(0);
-  check(out.dtype() == rows.dtype() && out.shape(1) == rows.shape(1),
-        "out must have the rows' dtype and dim");
-  hps::PoolRequest request = make_pool_request(n, offsets, weights, divisors, out);
+  const hps::RowFormat format = checked_format(code, rows, out.shape(1));
+  hps::PoolRequest request = make_pool_request(n, offsets, weights, divisors, out, format);
   request.rows = static_cast<const std::uint8_t*>(rows.data());
-  if (numbers) {
-    request.keys = numbers->data();
-    bool fit = true;
-    for (std::size_t i = 0; i < n; ++i)
-      fit &= static_cast<std::uint64_t>(request.keys[i]) < rows.shape(0);
-    check(fit, "numbers must be row numbers of rows");
-  }
+  check_numbers(numbers, rows.shape(0));
+  if (numbers) request.keys = numbers->data();
   const hps::ReadKernels& read = kernels_named(kernels);
-  without_gil(n, [&] { read.pool_rows(request, rows.shape(1) * rows.itemsize()); });
+  without_gil(n, [&] { read.pool_rows(request); });
+}
+
+void py_decode_rows(const ReadOnlyRows& rows, const std::optional<Keys>& numbers, Rows out,
+                    std::uint8_t code, const std::optional<std::string>& kernels) {
+  const std::size_t n = numbers ? numbers->shape(0) : rows.shape(0), dim = out.shape(1);
+  check(out.shape(0) == n, "out must have one entry per row");
+  check_numbers(numbers, rows.shape(0));
+  const hps::DecodeRequest request{
+      checked_format(code, rows, dim),       dim, static_cast<const std::uint8_t*>(rows.data()),
+      numbers ? numbers->data() : nullptr,   n,   are_halves(format_of(out.dtype())),
+      static_cast<std::uint8_t*>(out.data())};
+  const hps::ReadKernels& read = kernels_named(kernels);
+  without_gil_for_bytes(n * dim, [&] { read.decode_rows(request); });
+}
+
+void py_encode_rows(const Vectors& vectors, std::uint8_t code, Rows rows,
+                    Array<std::uint8_t> storable, const std::optional<std::string>& kernels) {
+  const std::size_t n = vectors.shape(0), dim = vectors.shape(1);
+  check(rows.shape(0) == n && storable.shape(0) == n, "rows must have one entry per vector");
+  check(dim > 0, "vectors must have values");
+  const hps::EncodeRequest request{checked_format(code, rows, dim),
+                                   dim,
+                                   vectors.data(),
+                                   n,
+                                   static_cast<std::uint8_t*>(rows.data()),
+                                   storable.data()};
+  const hps::ReadKernels& read = kernels_named(kernels);
+  without_gil_for_bytes(n * dim, [&] { read.encode_rows(request); });
 }
 
 }  // namespace
 
 nb::object pool_bags(const RowTable& table, const Keys& keys, const std::optional<Keys>& offsets,
                      const std::optional<Floats>& weights, const std::optional<Floats>& divisors,
-                     Rows out, const std::optional<SuppliedRows>& supplied) {
+                     Rows out, const std::optional<SuppliedVectors>& supplied) {
   const std::size_t n = keys.shape(0), bags = out.shape(0);
-  table.check_rows(out, bags);
-  hps::PoolRequest request = make_pool_request(n, offsets, weights, divisors, out);
+  table.check_vectors(format_of(out.dtype()), out.shape(1));
+  hps::PoolRequest request =
+      make_pool_request(n, offsets, weights, divisors, out, table.row_format());
   request.keys = keys.data();
   if (supplied) {
-    const auto& [positions, rows] = *supplied;
+    const auto& [positions, vectors] = *supplied;
     request.supplied = positions.data();
     request.n_supplied = positions.shape(0);
-    table.check_rows(rows, request.n_supplied);
-    request.rows = static_cast<const std::uint8_t*>(rows.data());
+    check(vectors.shape(0) == request.n_supplied && vectors.shape(1) == request.dim,
+          "supplied must have a vector (dim,) per position");
+    request.vectors = vectors.data();
     check_supplied(request, n);
   }
   std::unique_ptr<std::int64_t[]> left(new std::int64_t[n]);
@@ -237,5 +314,12 @@ void bind_gather(nb::module_& m) {
   m.def("pool_rows", &py_pool_rows, nb::arg("rows").noconvert(),
         nb::arg("numbers").noconvert().none(), nb::arg("offsets").noconvert().none(),
         nb::arg("weights").noconvert().none(), nb::arg("divisors").noconvert().none(),
-        nb::arg("out").noconvert(), nb::arg("kernels") = nb::none());
+        nb::arg("out").noconvert(), nb::arg("kernels") = nb::none(),
+        nb::arg("format") = nb::none());
+  m.def("decode_rows", &py_decode_rows, nb::arg("rows").noconvert(),
+        nb::arg("numbers").noconvert().none(), nb::arg("out").noconvert(), nb::arg("format"),
+        nb::arg("kernels") = nb::none());
+  m.def("encode_rows", &py_encode_rows, nb::arg("vectors").noconvert(), nb::arg("format"),
+        nb::arg("rows").noconvert(), nb::arg("storable").noconvert(),
+        nb::arg("kernels") = nb::none());
 }

@@ -67,10 +67,11 @@ void bind_mapped(nb::module_& m) {
   nb::class_<MappedTable, RowTable>(m, "MappedTable")
       .def(nb::init<int, const ReadOnlyRows&, const std::vector<std::uint64_t>&, const IndexParts&,
                     std::uint64_t, std::uint64_t, std::uint8_t, nb::object,
-                    const std::optional<std::string>&>(),
+                    const std::optional<std::string>&, const FormatCode&>(),
            nb::arg("file"), nb::arg("like").noconvert(), nb::arg("sections"),
            nb::arg("parts").noconvert(), nb::arg("remap_entries"), nb::arg("version"),
-           nb::arg("code"), nb::arg("bitmap").none() = nb::none(), nb::arg("kernels") = nb::none())
+           nb::arg("code"), nb::arg("bitmap").none() = nb::none(), nb::arg("kernels") = nb::none(),
+           nb::arg("format") = nb::none())
       .def("fetch", &MappedTable::fetch, nb::arg("keys").noconvert(),
            nb::arg("missing").noconvert(), nb::arg("out").noconvert(),
            nb::arg("versions").noconvert(), nb::arg("source").noconvert())

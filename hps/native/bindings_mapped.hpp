@@ -53,8 +53,9 @@ class MappedTable final : public RowTable {
  public:
   MappedTable(int file, const ReadOnlyRows& like, const std::vector<std::uint64_t>& sections,
               const IndexParts& parts, std::uint64_t remap_entries, std::uint64_t version,
-              std::uint8_t code, nb::object bitmap, const std::optional<std::string>& kernels)
-      : RowTable(like, code), version_(version) {
+              std::uint8_t code, nb::object bitmap, const std::optional<std::string>& kernels,
+              const FormatCode& format)
+      : RowTable(like, code, format), version_(version) {
     check_mapped(sections.size() == 8, "sections must have 8 entries");
     const hps::MappedSections at{sections[0], sections[1], sections[2], sections[3],
                                  sections[4], sections[5], sections[6], sections[7]};

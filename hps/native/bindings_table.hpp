@@ -18,8 +18,11 @@ constexpr std::size_t kPieceKeys = 4096;
 
 using ReadOnlyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Floats = Array<const float>;
-// Ascending positions of keys (m,), and the rows (m, dim) to use for them.
-using SuppliedRows = std::pair<Keys, ReadOnlyRows>;
+using Vectors = nb::ndarray<nb::ro, const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+// Ascending positions of keys (m,), and the vectors (m, dim) to use for them.
+using SuppliedVectors = std::pair<Keys, Vectors>;
+// A row format's code; none: float32 or float16, as the dtype says.
+using FormatCode = std::optional<std::uint8_t>;
 
 // The kernels of this instruction set, or the fastest that this machine can run.
 inline const hps::ReadKernels& kernels_named(const std::optional<std::string>& name) {
@@ -80,8 +83,27 @@ inline const char* format_of(nb::dlpack::dtype type) {
   }
 }
 
-// What the Python classes of tables have in common: the rows' dim and dtype, and the reads of the
-// fast path.
+// The format of rows: that of `code`, or if it is none, float32 or float16 as their dtype says;
+// none for rows of another dtype.
+inline std::optional<hps::RowFormat> row_format_of(const FormatCode& code, const char* dtype) {
+  if (code) {
+    if (*code >= hps::kRowFormats) throw std::invalid_argument("no row format has this code");
+    return static_cast<hps::RowFormat>(*code);
+  }
+  if (std::strcmp(dtype, "f") == 0) return hps::RowFormat::kFloat32;
+  if (std::strcmp(dtype, "e") == 0) return hps::RowFormat::kFloat16;
+  return std::nullopt;
+}
+
+// Whether vectors of the dtype are float16; throws unless they are that or float32.
+inline bool are_halves(const char* dtype) {
+  if (std::strcmp(dtype, "e") == 0) return true;
+  if (std::strcmp(dtype, "f") == 0) return false;
+  throw std::invalid_argument("vectors must be float32 or float16");
+}
+
+// What the Python classes of tables have in common: the rows' width, dtype and format, and the
+// reads of the fast path.
 class RowTable {
  public:
   virtual ~RowTable() = default;
@@ -109,46 +131,72 @@ class RowTable {
     if (rows.shape(0) != n) throw std::invalid_argument("rows must have one entry per key");
   }
 
+  // Whether `out` gets the rows as they are stored, and not their values in float32 or float16.
   // Throws std::invalid_argument unless `keys` and `out` fit the table. The GIL must be held.
-  void check_gather(const Buffer& keys, const Buffer& out) const {
+  bool is_stored(const Buffer& keys, const Buffer& out) const {
     if (!keys.has(1, kInt64)) throw std::invalid_argument("keys must be int64 (n,)");
-    if (!out.has(2, format_.c_str()) || out.size(1) != dim_ || out.size(0) != keys.size(0))
+    if (out.has(2, format_.c_str()) && out.size(1) == dim_ && out.size(0) == keys.size(0))
+      return true;
+    if (!out.has(2, out.format()) || out.size(0) != keys.size(0))
       throw std::invalid_argument("out must be (n, dim) of the table's dtype");
+    check_vectors(out.format(), out.size(1));
+    return false;
   }
+  // Throws std::invalid_argument unless the values of the rows fit vectors of `dim` float32 or
+  // float16.
+  void check_vectors(const char* dtype, std::size_t dim) const {
+    are_halves(dtype);
+    if (!row_format_) throw std::invalid_argument("rows of this dtype have no row format");
+    if (reader().row_bytes() != hps::row_bytes(*row_format_, dim))
+      throw std::invalid_argument("vectors must have the dim of the table's rows");
+  }
+  // After check_vectors.
+  hps::RowFormat row_format() const { return *row_format_; }
   bool is_format(const char* format) const { return format_ == format; }
   bool has_same_rows(const RowTable& other) const {
-    return dtype_ == other.dtype_ && dim_ == other.dim_;
+    return dtype_ == other.dtype_ && dim_ == other.dim_ && row_format_ == other.row_format_;
   }
   std::size_t dim() const { return dim_; }
 
   static constexpr const char* kInt64 = sizeof(long) == 8 ? "l" : "q";
 
  protected:
-  RowTable(const ReadOnlyRows& like, std::uint8_t code)
-      : dtype_(like.dtype()), dim_(like.shape(1)), code_(code), format_(format_of(like.dtype())) {}
+  RowTable(const ReadOnlyRows& like, std::uint8_t code, const FormatCode& format)
+      : dtype_(like.dtype()),
+        dim_(like.shape(1)),
+        code_(code),
+        format_(format_of(like.dtype())),
+        row_format_(row_format_of(format, format_.c_str())) {}
 
   RowTable(const RowTable& like, std::uint8_t code)
-      : dtype_(like.dtype_), dim_(like.dim_), code_(code), format_(like.format_) {}
+      : dtype_(like.dtype_),
+        dim_(like.dim_),
+        code_(code),
+        format_(like.format_),
+        row_format_(like.row_format_) {}
 
   nb::dlpack::dtype dtype_;
   std::size_t dim_;
   std::uint8_t code_;
   std::string format_;
+  std::optional<hps::RowFormat> row_format_;
   std::size_t threads_ = 1;
 };
 
 class CacheTable final : public RowTable {
  public:
   CacheTable(std::uint64_t capacity, const ReadOnlyRows& like, hps::Eviction eviction,
-             std::uint8_t code, const hps::ReadKernels& kernels, const hps::MemoryKind& kind)
-      : RowTable(like, code) {
+             std::uint8_t code, const hps::ReadKernels& kernels, const hps::MemoryKind& kind,
+             const FormatCode& format)
+      : RowTable(like, code, format) {
     const std::size_t row_bytes = like.shape(1) * like.itemsize();
     const WithoutGil released;  // mapping gigabytes, and freeing them, takes milliseconds
     table_.emplace(capacity, row_bytes, eviction, kernels, kind);
   }
 
-  CacheTable(int file, const ReadOnlyRows& like, std::uint8_t code, const hps::ReadKernels& kernels)
-      : RowTable(like, code) {
+  CacheTable(int file, const ReadOnlyRows& like, std::uint8_t code, const hps::ReadKernels& kernels,
+             const FormatCode& format)
+      : RowTable(like, code, format) {
     const std::size_t row_bytes = like.shape(1) * like.itemsize();
     const WithoutGil released;
     table_.emplace(row_bytes, kernels, file);
@@ -252,4 +300,4 @@ class CacheTable final : public RowTable {
 // None if there are none.
 nb::object pool_bags(const RowTable& table, const Keys& keys, const std::optional<Keys>& offsets,
                      const std::optional<Floats>& weights, const std::optional<Floats>& divisors,
-                     Rows out, const std::optional<SuppliedRows>& supplied);
+                     Rows out, const std::optional<SuppliedVectors>& supplied);

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import ModelError
+from hps.row_format import ROW_FORMAT_NAMES, RowFormat, row_format
 from hps.types import EmbeddingTable
 
 MAGIC = b"HPS-MAPD"
@@ -32,7 +33,8 @@ FORMAT = 1
 HEADER_BYTES = 4096
 BLOCK_BYTES = 1 << 20
 KEY_BYTES = 8
-DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<f2")}
+FIRST_FORMAT_CODE = 1
+"""``dtype`` in the header: this and the row format's code."""
 HEADER = np.dtype(
     {
         "names": [
@@ -54,6 +56,7 @@ HEADER = np.dtype(
 class MappedHeader:
     """The checked header of the file at ``path``.
 
+    ``dim``: the values of a row, which is stored in ``row_format``.
     ``record_bytes``: of a record, key included. ``bytes``: of the file. ``key_bits``: 32 if only the low 32
     bits of the portable files' keys were taken, else 64. ``index_bytes``: of parts, pilots and remap.
     ``blocks``: the number of checksums."""
@@ -61,7 +64,7 @@ class MappedHeader:
     path: Path
     rows: int
     dim: int
-    dtype: np.dtype[Any]
+    row_format: RowFormat
     digest: str
     bytes: int
     record_bytes: int
@@ -70,8 +73,8 @@ class MappedHeader:
 
     def is_of(self, digest: str, table: EmbeddingTable) -> bool:
         """True if the file was made for ``table`` from the portable files of that digest."""
-        found = self.digest, self.dim, self.dtype, self.key_bits
-        return found == (digest, table.dim, table.dtype, table.key_bits)
+        found = self.digest, self.dim, self.row_format, self.key_bits
+        return found == (digest, table.dim, table.row_format, table.key_bits)
 
     @property
     def index_bytes(self) -> int:
@@ -94,9 +97,9 @@ class MappedHeader:
         ]  # fmt: skip
 
 
-def record_bytes(dim: int, dtype: np.dtype[Any]) -> int:
+def record_bytes(dim: int, row_format: RowFormat) -> int:
     """Return the bytes of a record, a multiple of 8."""
-    return KEY_BYTES + -(-dim * dtype.itemsize // 8) * 8
+    return KEY_BYTES + -(-row_format.row_bytes(dim) // 8) * 8
 
 
 def read_header(path: Path, file: int | None = None) -> MappedHeader:
@@ -130,7 +133,7 @@ def read_header(path: Path, file: int | None = None) -> MappedHeader:
         path,
         int(fields["rows"]),
         int(fields["dim"]),
-        DTYPES.get(int(fields["dtype"]), np.dtype("V1")),
+        _row_format(path, int(fields["dtype"])),
         fields["digest"].decode("ascii", "replace"),
         size,
         int(fields["record_bytes"]),
@@ -141,12 +144,18 @@ def read_header(path: Path, file: int | None = None) -> MappedHeader:
     return header
 
 
+def _row_format(path: Path, code: int) -> RowFormat:
+    number = code - FIRST_FORMAT_CODE
+    if not 0 <= number < len(ROW_FORMAT_NAMES):
+        raise ModelError(f"{path}: this release knows no row format {code}; update hps")
+    return row_format(ROW_FORMAT_NAMES[number])
+
+
 def _check_sections(header: MappedHeader) -> None:
     offsets = ("parts", "pilots", "remap", "checksums", "n_parts", "n_buckets")
     f = {name: int(header.fields[name]) for name in offsets}
     fits = (
-        header.dtype.kind == "f"
-        and header.record_bytes == record_bytes(header.dim, header.dtype)
+        header.record_bytes == record_bytes(header.dim, header.row_format)
         and f["n_parts"] > 0
         and f["parts"] == HEADER_BYTES + header.rows * header.record_bytes
         and f["pilots"] == f["parts"] + f["n_parts"] * 16
@@ -257,8 +266,9 @@ def open_mapped(
     try:
         header = read_header(path, file)
         parts = read_parts(header, file)
-        like = np.empty((0, header.dim), header.dtype)
+        like = np.empty((0, header.row_format.width(header.dim)), header.row_format.dtype)
         chosen: dict[str, Any] = {"kernels": kernels} if COMPILED else {}
+        chosen["format"] = header.row_format.code
         try:
             table = MappedTable(
                 file, like, header.sections(), parts, header.remap_entries, version, code, bitmap, **chosen

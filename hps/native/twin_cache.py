@@ -5,7 +5,7 @@ It defines contents, placement and eviction. Reads process the whole batch, writ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from threading import Lock
 from typing import Any
 
@@ -47,17 +47,27 @@ def _buckets(capacity: int) -> int:
 class CacheTable:
     """At most ``capacity`` rows and tombstones.
 
-    ``like (0, dim)`` gives the rows' dim and dtype; ``code`` is the source code reported for a row. `fetch`
+    ``like (0, width)`` gives the items and dtype of stored rows; ``format`` is the code of their row format
+    (`hps.row_format`), None for that of their dtype; ``code`` is the source code reported for a row. `fetch`
     and `gather` are thread-safe; the methods that write are serialized. The compiled twin raises TypeError
     or ValueError for arrays that do not fit; this one does not check them.
     """
 
-    def __init__(self, capacity: int, like: NDArray[Any], eviction: str, code: int) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        like: NDArray[Any],
+        eviction: str,
+        code: int,
+        *,
+        format: int | None = None,
+    ) -> None:
         if not 0 < capacity < 2**32 - 1:
             raise ValueError("a cache has 1 to 2^32 - 2 rows")
         if eviction not in EVICTIONS:
             raise ValueError(f"eviction must be lru, lfu, random or fifo, not {eviction}")
         self.capacity, self._eviction, self._code, self.like = capacity, eviction, code, like
+        self.format = format
         self.bytes = cache_bytes(capacity, like.shape[1] * like.itemsize)
         self._buckets = _buckets(capacity)
         shape = (self._buckets, SLOTS)
@@ -125,7 +135,7 @@ class CacheTable:
         weights: twin_pool.Floats | None,
         divisors: twin_pool.Floats | None,
         out: VectorArray,
-        supplied: tuple[IndexArray, VectorArray] | None = None,
+        supplied: tuple[IndexArray, twin_pool.Floats] | None = None,
     ) -> IndexArray | None:
         """Pool the rows of ``keys (n,)``, each times its entry of ``weights (n,)``, to ``out (bags, dim)``.
 
@@ -133,11 +143,14 @@ class CacheTable:
         zeros for an empty bag and if the divisor is 0.
 
         Bag ``b`` has the keys ``offsets[b]:offsets[b + 1]``, of ``offsets (bags + 1,)``; without, all have
-        equally many. ``supplied`` holds ascending positions of keys (m,) and the rows (m, dim) to use for
-        them; then bags without any of these are left unchanged. Returns the positions of keys without a
-        row, None if there are none; their bags are undefined. Counts as a use of the keys.
+        equally many. ``supplied`` holds ascending positions of keys (m,) and the vectors (m, dim) float32
+        to use for them; then bags without any of these are left unchanged. ``out`` is float32 or float16.
+        Returns the positions of keys without a row, None if there are none; their bags are undefined.
+        Counts as a use of the keys.
         """
-        return twin_pool.pool_bags(self.read_rows, keys, offsets, weights, divisors, out, supplied)
+        return twin_pool.pool_bags(
+            self.read_rows, self.like, keys, offsets, weights, divisors, out, supplied, self.format
+        )
 
     def read_rows(self, keys: KeyArray, vectors: VectorArray) -> NDArray[np.bool_]:
         """Read the rows of all ``keys`` into ``vectors``; return which keys have none."""
@@ -361,18 +374,3 @@ class CacheTable:
             age = (self._clock - scores.astype(np.int64)) % 256
             scores[age > OLDEST] = (self._clock - OLDEST) % 256
         self._swept = end % self._buckets
-
-
-def gather_all(
-    tables: Mapping[Any, Any],
-    requests: Sequence[tuple[Any, KeyArray, VectorArray]],
-    threads: int = 1,
-) -> bool:
-    """`gather` of a `CacheTable` or `MappedTable` for every ``(name of a table, keys, out)``.
-
-    False if a key has no row, or ``tables`` has no such table. The outs are undefined then."""
-    held = [tables.get(name) for name, _, _ in requests]
-    return all(
-        table is not None and table.gather(keys, out)
-        for table, (_, keys, out) in zip(held, requests, strict=True)
-    )

@@ -20,6 +20,7 @@ class LayeredTable:
     def __init__(self, mapped: MappedTable, cache: CacheTable | None, code: int) -> None:
         self._mapped, self._cache, self._code = mapped, cache, code
         self.dim, self.like, self.threads = mapped.dim, mapped.like, 1
+        self.format = mapped.format
 
     @property
     def tombstones(self) -> int:
@@ -59,10 +60,12 @@ class LayeredTable:
         weights: twin_pool.Floats | None,
         divisors: twin_pool.Floats | None,
         out: VectorArray,
-        supplied: tuple[IndexArray, VectorArray] | None = None,
+        supplied: tuple[IndexArray, twin_pool.Floats] | None = None,
     ) -> IndexArray | None:
         """See `CacheTable.pool_bags`."""
-        return twin_pool.pool_bags(self.read_rows, keys, offsets, weights, divisors, out, supplied)
+        return twin_pool.pool_bags(
+            self.read_rows, self.like, keys, offsets, weights, divisors, out, supplied, self.format
+        )
 
     def read_rows(self, keys: KeyArray, vectors: VectorArray) -> NDArray[np.bool_]:
         """Read the rows of all ``keys`` into ``vectors``; return which keys have none."""

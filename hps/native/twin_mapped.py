@@ -173,9 +173,12 @@ class MappedTable:
         version: int,
         code: int,
         bitmap: NDArray[np.uint64] | None = None,
+        *,
+        format: int | None = None,
     ) -> None:
         self.rows, record_bytes, self._seed, self._buckets, records, pilots, remap, size = sections
         self.dim, self.like, self._version, self._code = like.shape[1], like, version, code
+        self.format = format
         starts = np.concatenate([[0], np.cumsum(parts[:, 1], dtype=np.int64)])
         remaps = np.concatenate([[0], np.cumsum(parts[:, 2] - parts[:, 1], dtype=np.int64)])
         if (
@@ -237,10 +240,12 @@ class MappedTable:
         weights: twin_pool.Floats | None,
         divisors: twin_pool.Floats | None,
         out: VectorArray,
-        supplied: tuple[IndexArray, VectorArray] | None = None,
+        supplied: tuple[IndexArray, twin_pool.Floats] | None = None,
     ) -> IndexArray | None:
         """See `CacheTable.pool_bags`. Absent and overridden keys have no row."""
-        return twin_pool.pool_bags(self.read_rows, keys, offsets, weights, divisors, out, supplied)
+        return twin_pool.pool_bags(
+            self.read_rows, self.like, keys, offsets, weights, divisors, out, supplied, self.format
+        )
 
     def read_rows(self, keys: KeyArray, vectors: VectorArray) -> NDArray[np.bool_]:
         """Read the rows of all ``keys`` into ``vectors``; return which keys have none."""

@@ -74,6 +74,7 @@ def describe_table(table: EmbeddingTable, tiers: Sequence[TierStatus]) -> dict[s
         "name": table.name,
         "dim": table.dim,
         "dtype": table.dtype.name,
+        "row_format": table.row_format.name,
         "miss_policy": table.miss.kind,
         "rows": each(lambda entry: entry.known_rows(table)),
         "rows_approximate": [t.tier.info.name for t in tiers if not t.known_exact(table)],

@@ -20,7 +20,7 @@ BLOCK = 1 << 16
 
 
 class TableRows(NamedTuple):
-    """Rows of a table: keys (n,) int64, vectors (n, dim) of its dtype, versions (n,) uint64."""
+    """Rows of a table: keys (n,) int64, versions (n,) uint64, vectors (n, row_width) as they are stored."""
 
     keys: KeyArray
     vectors: VectorArray
@@ -36,7 +36,7 @@ class StoredKeys:
     """A store's state of some keys.
 
     ``found (n,)``: mask of the keys with a row; ``deleted (n,)``: mask of those with a tombstone;
-    ``vectors (n, dim)`` and ``versions (n,)`` are valid only for found keys, versions also for deleted
+    ``vectors (n, row_width)`` and ``versions (n,)`` are valid only for found keys, versions also for deleted
     ones."""
 
     found: NDArray[np.bool_]

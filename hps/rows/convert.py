@@ -45,7 +45,7 @@ def convert(
             some = rows.at(_rows_to_write(rows, target, table, version))
             if len(some.keys):
                 versions = np.full(len(some.keys), version, np.uint64)
-                vectors = np.ascontiguousarray(some.vectors, table.dtype)
+                vectors = np.ascontiguousarray(some.vectors, table.row_dtype)
                 target.tier.insert(table, np.ascontiguousarray(some.keys), vectors, versions)
             report.read += len(rows.keys)
             report.written += len(some.keys)
@@ -60,7 +60,7 @@ def _rows_to_write(
     held = target.get(table, rows.keys)
     equal = held.found.copy()
     equal[equal] = same_bits(
-        held.vectors[equal], np.ascontiguousarray(rows.vectors[equal], table.dtype)
+        held.vectors[equal], np.ascontiguousarray(rows.vectors[equal], table.row_dtype)
     )
     known = held.found | held.deleted
     to_write: np.ndarray[tuple[int], np.dtype[np.bool_]] = ~equal & ~(

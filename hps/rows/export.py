@@ -18,6 +18,7 @@ import numpy as np
 
 from hps.errors import ConfigError, HpsError
 from hps.rows.base import TableRows
+from hps.tiers.stored_rows import to_vectors
 from hps.types import EmbeddingTable
 
 FORMATS = (".parquet", ".npz")
@@ -100,7 +101,7 @@ class _ParquetSink:
         import pyarrow as pa
         from pyarrow import parquet
 
-        self._dim = table.dim
+        self._table = table
         vector = pa.list_(pa.from_numpy_dtype(table.dtype), table.dim)
         fields = {
             "key": pa.int64(),
@@ -121,8 +122,9 @@ class _ParquetSink:
         if deleted:
             vectors = pa.nulls(n, vector)
         else:
-            flat = pa.array(rows.vectors.reshape(-1), vector.value_type)
-            vectors = pa.FixedSizeListArray.from_arrays(flat, self._dim)
+            values = to_vectors(self._table, rows.vectors)
+            flat = pa.array(values.reshape(-1), vector.value_type)
+            vectors = pa.FixedSizeListArray.from_arrays(flat, self._table.dim)
         flags = pa.array(np.full(n, deleted))
         columns = [pa.array(rows.keys), pa.array(rows.versions), flags, vectors]
         self._writer.write_table(pa.table(columns, schema=self._schema))
@@ -139,6 +141,7 @@ class _NpzSink:
 
     def __init__(self, path: Path, table: EmbeddingTable) -> None:
         self._path = path
+        self._table = table
         self._rows = 0
         self._stack = ExitStack()
         folder = TemporaryDirectory(prefix=".hps-export-", dir=path.parent)
@@ -155,7 +158,9 @@ class _NpzSink:
 
     def write(self, rows: TableRows, *, deleted: bool) -> None:
         n = len(rows.keys)
-        vectors = np.zeros_like(rows.vectors) if deleted else rows.vectors
+        vectors = to_vectors(self._table, rows.vectors)
+        if deleted:
+            vectors = np.zeros_like(vectors)
         values = (rows.keys, rows.versions, np.full(n, deleted), vectors)
         for (dtype, _, file), value in zip(self._arrays.values(), values, strict=True):
             file.write(np.ascontiguousarray(value, dtype).data)

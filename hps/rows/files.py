@@ -13,6 +13,7 @@ from hps.models.external_sort import DuplicateCounter, sorted_chunks
 from hps.models.loader import row_version
 from hps.models.repository import ModelVersion
 from hps.rows.base import StoredKeys, TableRows, blocks
+from hps.tiers.stored_rows import to_rows
 from hps.types import EmbeddingTable, IndexArray, KeyArray
 
 _SIGN = np.uint64(1 << 63)
@@ -64,15 +65,15 @@ class FileRows:
             ):
                 keys = (code ^ _SIGN).view(np.int64)
                 versions = np.full(len(keys), version, np.uint64)
-                yield TableRows(keys, vectors.astype(table.dtype, copy=False), versions)
+                yield TableRows(keys, to_rows(table, vectors), versions)
 
     def get(self, table: EmbeddingTable, keys: KeyArray) -> StoredKeys:
         """Return the state of ``keys (n,)``. Reads the whole key file."""
         files = self._version.tables[table.name]
         at = self._positions(table, keys)
         found = at >= 0
-        vectors = np.zeros((len(keys), table.dim), table.dtype)
-        vectors[found] = files.vectors_at(at[found])
+        vectors = np.zeros((len(keys), table.row_width), table.row_dtype)
+        vectors[found] = to_rows(table, files.vectors_at(at[found]))
         versions = np.full(len(keys), self.row_version(table), np.uint64)
         return StoredKeys(found, np.zeros(len(keys), bool), vectors, versions)
 

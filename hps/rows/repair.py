@@ -11,6 +11,7 @@ from hps.models.loader import row_version
 from hps.models.repository import ModelVersion
 from hps.tiers.mapped import MappedTier
 from hps.tiers.rocksdb import RocksDbTier, SalvagedTable, UnreadableRange
+from hps.tiers.stored_rows import to_rows
 from hps.types import EmbeddingTable, KeyArray, Progress
 
 
@@ -38,7 +39,7 @@ def repair_table(
         with progress.task(f"loading {table.name}", files.rows) as step:
             for keys, vectors in files.blocks(block_rows(files.dim)):
                 mine = np.isin(tier.codes(table, keys), lost)
-                rows = vectors[mine].astype(table.dtype, copy=False)
+                rows = to_rows(table, vectors[mine])
                 tier.insert(table, keys[mine], rows, np.full(len(rows), stamp, np.uint64))
                 step(len(keys))
     repair.finish(saved)

@@ -258,7 +258,7 @@ def _tombstones(
     table: EmbeddingTable, parts: Iterable[tuple[KeyArray, VersionArray]]
 ) -> Iterator[TableRows]:
     for keys, versions in parts:
-        yield TableRows(keys, np.zeros((len(keys), table.dim), table.dtype), versions)
+        yield TableRows(keys, np.zeros((len(keys), table.row_width), table.row_dtype), versions)
 
 
 class SeenKeys:

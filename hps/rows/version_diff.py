@@ -10,6 +10,7 @@ from hps.rows.base import TableRows
 from hps.rows.compare import same_bits
 from hps.rows.files import FileRows
 from hps.tiers.positions import TableChanges
+from hps.tiers.stored_rows import to_vectors
 from hps.types import EmbeddingTable, KeyArray
 
 Step = Callable[[int], None]
@@ -25,7 +26,7 @@ def all_rows(
 ) -> Iterator[TableChanges]:
     """Yield every row of the files as changes. ``step`` gets the number of rows read."""
     for rows in _with_progress(files.scan(table), step):
-        yield _changes(rows, _NONE, version)
+        yield _changes(table, rows, _NONE, version)
 
 
 def diff_versions(
@@ -39,11 +40,11 @@ def diff_versions(
     """Yield the changes that turn ``base`` into ``new``, by ascending keys, each with ``version``.
 
     Inserts rows of ``new`` that ``base`` misses or has with other bits; deletes keys that only ``base``
-    has. Both tables have the same dim and dtype. A yielded step may be empty."""
+    has. Both tables have the same dim and row format. A yielded step may be empty."""
     for rows, gone in diff_scans(
         _with_progress(base.scan(base_table), step), _with_progress(new.scan(table), step)
     ):
-        yield _changes(rows, gone, version)
+        yield _changes(table, rows, gone, version)
 
 
 def diff_scans(
@@ -95,10 +96,10 @@ def _with_progress(parts: Iterable[TableRows], step: Step) -> Iterator[TableRows
         step(len(rows.keys))
 
 
-def _changes(rows: TableRows, gone: KeyArray, version: int) -> TableChanges:
+def _changes(table: EmbeddingTable, rows: TableRows, gone: KeyArray, version: int) -> TableChanges:
     return TableChanges(
         np.ascontiguousarray(rows.keys),
-        np.ascontiguousarray(rows.vectors),
+        np.ascontiguousarray(to_vectors(table, rows.vectors)),
         np.full(len(rows.keys), version, np.uint64),
         gone,
         np.full(len(gone), version, np.uint64),

@@ -46,10 +46,16 @@ _POSITIONS.flags.writeable = False
 _ALL = slice(None)
 
 Ask = tuple[EmbeddingTable, KeyArray, VectorArray]
-"""A table, keys ``(n,) int64`` that may repeat, and ``out (n, dim)`` of its dtype for their rows."""
+"""A table, keys ``(n,) int64`` that may repeat, and ``out`` for their vectors, ``(n, dim)`` of its dtype, or
+for their rows as they are stored."""
 
 POOLED_DTYPES = frozenset({np.dtype(np.float32), np.dtype(np.float16)})
-"""Row dtypes that `Bags` can pool."""
+"""Dtypes of vectors that `Bags` can pool."""
+
+
+def is_poolable(table: EmbeddingTable) -> bool:
+    """True if `Bags` can pool the table's rows."""
+    return table.row_format.code is not None and table.dtype in POOLED_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +89,8 @@ class TierInfo:
 class Part:
     """One table's keys of a batch on the way down the tiers.
 
-    keys (n,) int64, unique; out (n, dim) of the table's dtype; versions (n,) uint64; source (n,) uint8,
-    0 = no row found; missing (m,) int64, the ascending positions that the next tier must search.
+    keys (n,) int64, unique; out (n, row_width) of the table's row_dtype; versions (n,) uint64; source (n,)
+    uint8, 0 = no row found; missing (m,) int64, the ascending positions that the next tier must search.
     ``missing`` is replaced, never written to. Tiers on a device also take None for ``versions`` and
     ``source``: see `GpuCache`."""
 
@@ -102,7 +108,7 @@ class Part:
         return Part(
             table,
             keys,
-            np.empty((n, table.dim), table.dtype) if out is None else out,
+            np.empty((n, table.row_width), table.row_dtype) if out is None else out,
             np.zeros(n, _UINT64),
             np.zeros(n, _UINT8),
             _POSITIONS[:n] if n <= len(_POSITIONS) else np.arange(n),

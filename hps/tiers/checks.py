@@ -1,6 +1,6 @@
 """Argument checks that all tiers share.
 
-Arrays must be those of `hps.types`: keys (n,) int64, vectors (n, dim) of the table's dtype, versions
+Arrays must be those of `hps.types`: keys (n,) int64, rows (n, row_width) of the table's row_dtype, versions
 (n,) uint64, all C-contiguous. Nothing is converted: a silent copy of an input would hide a slow caller,
 and a copy of an output would lose the answer. All functions raise BadRequest before anything is written,
 and are thread-safe."""
@@ -38,7 +38,7 @@ def _check(
         actual = f"{array.shape} {array.dtype}{strided}"
         remedy = f"pass np.ascontiguousarray({name}, {dtype})"
         if array.shape != shape:
-            remedy = f"one entry per key is expected, and rows of {table.dim} values"
+            remedy = f"one entry per key is expected, and rows of {table.row_width} items"
     raise BadRequest(f"table {table.id}: {name} must be {expected}, got {actual}; {remedy}")
 
 
@@ -53,15 +53,17 @@ def check_keys(table: EmbeddingTable, keys: KeyArray, versions: VersionArray | N
 def check_rows(
     table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
 ) -> None:
-    """Check the arguments of insert and update, with ``vectors (n, dim)`` of the table's dtype."""
+    """Check the arguments of insert and update, with rows ``vectors (n, row_width)`` as they are stored."""
     check_keys(table, keys, versions)
-    _check(table, "vectors", vectors, (len(keys), table.dim), table.dtype)
+    _check(table, "vectors", vectors, (len(keys), table.row_width), table.row_dtype)
 
 
 def check_gather(table: EmbeddingTable, keys: KeyArray, out: VectorArray) -> None:
-    """Check ``keys`` and that ``out (n, dim)`` has the table's dtype and is writable."""
+    """Check ``keys``, and that ``out`` is writable and takes rows as they are stored, or vectors."""
     check_keys(table, keys)
-    _check(table, "out", out, (len(keys), table.dim), table.dtype)
+    stored = (len(keys), table.row_width)
+    if not (isinstance(out, np.ndarray) and (out.shape, out.dtype) == (stored, table.row_dtype)):
+        _check(table, "out", out, (len(keys), table.dim), table.dtype)
     _check_writable(table, "out", out)
 
 
@@ -94,7 +96,7 @@ def check_part(part: Part) -> None:
     """Check every array of ``part``, and that its outputs are writable."""
     table, n = part.table, len(part.keys)
     check_keys(table, part.keys)
-    _check(table, "out", part.out, (n, table.dim), table.dtype)
+    _check(table, "out", part.out, (n, table.row_width), table.row_dtype)
     _check(table, "versions", part.versions, (n,), _UINT64)
     _check(table, "source", part.source, (n,), _UINT8)
     _check(table, "missing", part.missing, (part.missing.size,), _INT64)

@@ -67,7 +67,9 @@ class TableChanges:
 
 def no_changes(table: EmbeddingTable) -> TableChanges:
     keys, versions = np.empty(0, np.int64), np.empty(0, np.uint64)
-    return TableChanges(keys, np.empty((0, table.dim), table.dtype), versions, keys, versions)
+    return TableChanges(
+        keys, np.empty((0, table.row_width), table.row_dtype), versions, keys, versions
+    )
 
 
 def split_position_name(name: str) -> tuple[TopicPartition, bool] | None:

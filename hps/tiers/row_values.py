@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.errors import ConfigError
 from hps.types import EmbeddingTable, IndexArray, VectorArray, VersionArray
 
 Layout = Literal["native", "hps"]
@@ -40,8 +41,9 @@ class WrongLength(ValueError):
 class StoredRows:
     """The result of a batched read.
 
-    ``at (f,)``: positions of the keys with a row, which has ``versions (f,)`` and ``vectors (f, dim)``;
-    ``tombstone_at (t,)``: positions of the tombstones, with ``tombstone_versions (t,)``."""
+    ``at (f,)``: positions of the keys with a row, which has ``versions (f,)`` and, as it is stored,
+    ``vectors (f, row_width)``; ``tombstone_at (t,)``: positions of the tombstones, with
+    ``tombstone_versions (t,)``."""
 
     at: IndexArray
     versions: VersionArray
@@ -56,14 +58,20 @@ class RowValueCodec:
     __slots__ = ("record", "value_bytes", "versioned")
 
     def __init__(self, table: EmbeddingTable, layout: Layout) -> None:
+        """Raises ConfigError for a row format that the layout can't hold."""
         self.versioned = layout == "native"
-        row = ("row", table.dtype.newbyteorder("<"), (table.dim,))
+        if not (self.versioned or table.row_format.is_plain):
+            raise ConfigError(
+                f"table {table.id} has rows of {table.row_format.name}, which the layout 'hps' can't hold, "
+                "because HPS would read them as float32; use the layout 'native', or rows: float32"
+            )
+        row = ("row", table.row_dtype.newbyteorder("<"), (table.row_width,))
         self.record: np.dtype[Any] = np.dtype([*_HEADER, row] if self.versioned else [row])
         """The dtype of one value: ``version`` and ``flags`` if versioned, and ``row`` (dim,)."""
         self.value_bytes = self.record.itemsize
 
     def records(self, vectors: VectorArray, versions: Any) -> NDArray[np.void]:
-        """Encode (n, dim) vectors of any real dtype and (n,) versions, or one, as (n,) ``record``."""
+        """Encode rows (n, row_width) and (n,) versions, or one, as (n,) ``record``."""
         out = np.empty(len(vectors), self.record)
         if self.versioned:
             out["version"] = versions

@@ -14,6 +14,7 @@ import numpy as np
 
 from hps.native import dedup
 from hps.tiers.base import FetchContext, Part, Tier
+from hps.tiers.stored_rows import to_rows
 from hps.types import EmbeddingTable, KeyArray, Progress, VectorArray, VersionArray
 from hps.updates.cache_writer import CacheWriter
 
@@ -143,7 +144,7 @@ def insert_rows(
         step(n)
 
     for part in _backwards(len(keys), chunk or _CHUNK_ROWS):
-        vectors = np.ascontiguousarray(rows.vectors(part.start, part.stop)[::-1], table.dtype)
+        vectors = to_rows(table, rows.vectors(part.start, part.stop)[::-1])
         versions = np.full(len(vectors), rows.version, np.uint64)
         running.append(
             (insert(np.array(keys[part][::-1], np.int64), vectors, versions), len(vectors))

@@ -17,6 +17,7 @@ import numpy as np
 from hps.errors import BadRequest, Unavailable, Unsupported
 from hps.observability.meters import UpdateMeter
 from hps.tiers.positions import TableChanges
+from hps.tiers.stored_rows import to_finite_rows, to_rows
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, version_unix_ms
 from hps.updates.cache_refresh import refresh
 from hps.updates.cache_writer import CacheWriter
@@ -97,7 +98,7 @@ class DirectWriter:
         new, gone = table.narrow(keys), table.narrow(deleted)
         version = self._clock.now()
         versions = self._versions(table, np.concatenate([new, gone]), version)
-        rows = np.ascontiguousarray(vectors, table.dtype)
+        rows = to_rows(table, vectors)
         n = len(new)
         changes = TableChanges(new, rows, versions[:n], gone, versions[n:])
         for each in self._stores:
@@ -137,11 +138,10 @@ class DirectWriter:
                 f"table '{table.name}' has dim {table.dim}: {len(keys)} keys need vectors of shape "
                 f"{list(wanted)}, not {list(vectors.shape)}"
             )
-        with np.errstate(over="ignore"):
-            finite = np.isfinite(vectors.astype(table.dtype)).all(axis=1)
+        finite = to_finite_rows(table, vectors)[1]
         if not finite.all():
             key = int(keys[np.flatnonzero(~finite)[0]])
-            raise BadRequest(f"the vector of key {key} is not finite in {table.dtype.name}")
+            raise BadRequest(f"the vector of key {key} is not finite in {table.row_format.name}")
         if not len(keys) or not len(deleted):
             return
         both = np.intersect1d(table.narrow(keys), table.narrow(deleted))

@@ -28,6 +28,7 @@ from hps.backoff import Backoff
 from hps.errors import HpsError, Unavailable
 from hps.observability.meters import UpdateMeter
 from hps.tiers.positions import StreamPosition, TableChanges, no_changes
+from hps.tiers.stored_rows import to_finite_rows
 from hps.tracing import recorder
 from hps.types import EmbeddingTable
 from hps.updates.cache_refresh import refresh
@@ -222,7 +223,7 @@ class Ingestor:
         self.newest_s[table] = max(self.newest_s.get(table, 0.0), float(made_s.max()))
 
     def _usable(self, table: EmbeddingTable, update: TableUpdate) -> TableChanges:
-        """Convert to the table's keys and dtype; drop rows that are expired or not finite.
+        """Convert to the table's keys and row format; drop rows that are expired or not finite.
 
         A row that is not finite would spoil every score."""
         changes, messages = update.changes, update.messages
@@ -232,9 +233,7 @@ class Ingestor:
             over = (messages["ttl_s"] > 0) & (until <= time.time() * 1e3)
             good = ~np.repeat(over, messages["upserts"])
             self._observe.applied(table, "expired", int(np.count_nonzero(~good)))
-        with np.errstate(over="ignore"):  # a float32 may be too large for a float16
-            rows = changes.vectors.astype(table.dtype, copy=False)
-        finite = np.isfinite(rows).all(axis=1)
+        rows, finite = to_finite_rows(table, changes.vectors)
         if not finite.all():
             self._observe.applied(table, "not_finite", int(np.count_nonzero(good & ~finite)))
             good &= finite

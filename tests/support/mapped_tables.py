@@ -26,7 +26,7 @@ def write_files(
     keys.astype("<i8").tofile(target / "key")
     vectors.astype("<f4").tofile(target / "emb_vector")
     files = open_table(target, table.name, table.dim, None)
-    options = MappedOptions(table.dtype, table.key_bits, threads=1)
+    options = MappedOptions(table.row_format, table.key_bits, threads=1)
     write_mapped(files, target / MAPPED_FILE, options)
     return files
 

@@ -65,51 +65,41 @@ std::size_t fetch_rows(const CacheView& view, const std::int64_t* keys, const st
   return unanswered;
 }
 
-// Common row lengths have specialized copies; other lengths use the general one.
-bool gather(const CacheView& view, const std::int64_t* keys, std::size_t n, std::uint8_t* out) {
-  switch (view.row_bytes) {
-    case 32:
-      return gather_rows<32>(view, keys, n, out);
-    case 64:
-      return gather_rows<64>(view, keys, n, out);
-    case 128:
-      return gather_rows<128>(view, keys, n, out);
-    case 256:
-      return gather_rows<256>(view, keys, n, out);
-    case 512:
-      return gather_rows<512>(view, keys, n, out);
-    default:
-      return gather_rows<0>(view, keys, n, out);
+// Common row lengths have specialized copies; other lengths use the general one. 36, 68 and 132
+// bytes are int8 rows of dim 32, 64 and 128, and int4 rows of dim 64 and 128.
+#define HPS_BY_ROW_BYTES(function, ...)  \
+  switch (view.row_bytes) {              \
+    case 32:                             \
+      return function<32>(__VA_ARGS__);  \
+    case 36:                             \
+      return function<36>(__VA_ARGS__);  \
+    case 64:                             \
+      return function<64>(__VA_ARGS__);  \
+    case 68:                             \
+      return function<68>(__VA_ARGS__);  \
+    case 128:                            \
+      return function<128>(__VA_ARGS__); \
+    case 132:                            \
+      return function<132>(__VA_ARGS__); \
+    case 256:                            \
+      return function<256>(__VA_ARGS__); \
+    case 512:                            \
+      return function<512>(__VA_ARGS__); \
+    default:                             \
+      return function<0>(__VA_ARGS__);   \
   }
-}
+
+bool gather(const CacheView& view, const std::int64_t* keys, std::size_t n,
+            std::uint8_t* out){HPS_BY_ROW_BYTES(gather_rows, view, keys, n, out)}
 
 std::size_t gather_each(const CacheView& view, const std::int64_t* keys,
-                        const std::uint32_t* places, std::size_t n, const EachOutput& output) {
-  switch (view.row_bytes) {
-    case 64:
-      return gather_each_row<64>(view, keys, places, n, output);
-    case 128:
-      return gather_each_row<128>(view, keys, places, n, output);
-    case 512:
-      return gather_each_row<512>(view, keys, places, n, output);
-    default:
-      return gather_each_row<0>(view, keys, places, n, output);
-  }
-}
+                        const std::uint32_t* places, std::size_t n, const EachOutput& output){
+    HPS_BY_ROW_BYTES(gather_each_row, view, keys, places, n, output)}
 
 std::size_t fetch(const CacheView& view, const std::int64_t* keys, const std::int64_t* missing,
                   std::size_t m, std::uint64_t oldest_tombstone, const FetchOutput& output,
                   std::int64_t* left) {
-  switch (view.row_bytes) {
-    case 64:
-      return fetch_rows<64>(view, keys, missing, m, oldest_tombstone, output, left);
-    case 128:
-      return fetch_rows<128>(view, keys, missing, m, oldest_tombstone, output, left);
-    case 512:
-      return fetch_rows<512>(view, keys, missing, m, oldest_tombstone, output, left);
-    default:
-      return fetch_rows<0>(view, keys, missing, m, oldest_tombstone, output, left);
-  }
+  HPS_BY_ROW_BYTES(fetch_rows, view, keys, missing, m, oldest_tombstone, output, left)
 }
 
 template <std::size_t RowBytes>
@@ -141,11 +131,14 @@ void copy_rows(const std::uint8_t* rows, std::size_t row_bytes, const std::int64
 }  // namespace
 
 std::size_t pool(const CacheView& view, const PoolRequest& request, std::int64_t* left);
-void pool_rows(const PoolRequest& request, std::size_t row_bytes);
+void pool_rows(const PoolRequest& request);
+void decode_rows(const DecodeRequest& request);
+void encode_rows(const EncodeRequest& request);
 
 extern const ReadKernels kKernels;
-const ReadKernels kKernels{gather,    gather_each,      fetch, pool, pool_rows,
-                           copy_rows, HPS_NAME(HPS_ISA)};
+const ReadKernels kKernels{gather,      gather_each, fetch,
+                           pool,        pool_rows,   decode_rows,
+                           encode_rows, copy_rows,   HPS_NAME(HPS_ISA)};
 
 }  // namespace HPS_ISA
 }  // namespace hps

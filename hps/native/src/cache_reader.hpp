@@ -74,8 +74,8 @@ struct Reader {
 
   HPS_INLINE void prefetch_found(const Found& at) const {
     prefetch_row(at.row, row_bytes());
-    // A row may begin anywhere in a line.
-    if (RowBytes == 0 && row_bytes() < kPrefetchBytes)
+    // A row may begin anywhere in a line, unless its length is a power of two.
+    if ((RowBytes & (RowBytes - 1)) != 0 && row_bytes() < kPrefetchBytes)
       __builtin_prefetch(at.row + row_bytes() - 1, 0, 2);
     if (WithVersions) __builtin_prefetch(at.version);
   }

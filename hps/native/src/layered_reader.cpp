@@ -9,31 +9,28 @@ namespace {
 
 constexpr std::size_t kPieceKeys = 4096;
 
-std::int64_t begin_of(const PoolRequest& request, std::size_t bag) {
-  return request.offsets != nullptr ? request.offsets[bag]
-                                    : static_cast<std::int64_t>(bag) * request.hotness;
-}
-
-// Rows for some of a request's keys: positions, ascending, and the rows one after the other.
+// Vectors for some of a request's keys: positions, ascending, and the vectors one after the other.
 struct Supply {
   std::vector<std::int64_t> positions;
-  std::vector<std::uint8_t> rows;
+  std::vector<float> vectors;
 
-  void add(std::int64_t position, const std::uint8_t* row, std::size_t bytes) {
+  void add(std::int64_t position, const float* vector, std::size_t dim) {
     positions.push_back(position);
-    rows.insert(rows.end(), row, row + bytes);
+    vectors.insert(vectors.end(), vector, vector + dim);
   }
 };
 
-// The rows that the request supplies, and those of `left` that `rows` has (`sources` is not 0).
+// The vectors that the request supplies, and those of `left` that `vectors` has (`sources` is not
+// 0).
 Supply merged(const PoolRequest& request, const std::int64_t* left, std::size_t n,
-              const std::uint8_t* rows, const std::uint8_t* sources, std::size_t row_bytes) {
+              const float* vectors, const std::uint8_t* sources) {
   Supply supply;
   std::size_t own = 0;
+  const std::size_t dim = request.dim;
   for (std::size_t i = 0; i <= n; ++i) {
     for (; own < request.n_supplied && (i == n || request.supplied[own] < left[i]); ++own)
-      supply.add(request.supplied[own], request.rows + own * row_bytes, row_bytes);
-    if (i < n && sources[i] != 0) supply.add(left[i], rows + i * row_bytes, row_bytes);
+      supply.add(request.supplied[own], request.vectors + own * dim, dim);
+    if (i < n && sources[i] != 0) supply.add(left[i], vectors + i * dim, dim);
   }
   return supply;
 }
@@ -106,19 +103,22 @@ std::size_t LayeredReader::pool_again(const PoolRequest& request, std::int64_t* 
   if (cache_->gather_each(wanted.data(), places.data(), n,
                           {rows.data(), bytes, sources.data(), 1, 0}) == n)
     return n;
-  const Supply supply = merged(request, left, n, rows.data(), sources.data(), bytes);
+  std::vector<float> vectors(n * request.dim);
+  runnable_kernels().front()->decode_rows({request.format, request.dim, rows.data(), nullptr, n,
+                                           false, reinterpret_cast<std::uint8_t*>(vectors.data())});
+  const Supply supply = merged(request, left, n, vectors.data(), sources.data());
   std::vector<std::int64_t> again;
   std::size_t bag = request.first, at = 0;
   for (std::size_t i = 0; i < n;) {
-    while (begin_of(request, bag + 1) <= left[i]) ++bag;
-    const std::int64_t begin = begin_of(request, bag), end = begin_of(request, bag + 1);
+    while (request.begin_of(bag + 1) <= left[i]) ++bag;
+    const std::int64_t begin = request.begin_of(bag), end = request.begin_of(bag + 1);
     while (i < n && left[i] < end) ++i;
     while (at < supply.positions.size() && supply.positions[at] < begin) ++at;
     PoolRequest part = request;
     part.first = bag;
     part.last = bag + 1;
     part.supplied = supply.positions.data() + at;
-    part.rows = supply.rows.data() + at * bytes;
+    part.vectors = supply.vectors.data() + at * request.dim;
     part.n_supplied = 0;
     for (; at < supply.positions.size() && supply.positions[at] < end; ++at) ++part.n_supplied;
     const std::size_t known = again.size();

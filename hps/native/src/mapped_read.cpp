@@ -10,7 +10,8 @@
 namespace hps {
 namespace HPS_ISA {
 
-void pool_rows(const PoolRequest& request, std::size_t row_bytes);
+void pool_rows(const PoolRequest& request);
+void decode_rows(const DecodeRequest& request);
 
 namespace {
 
@@ -88,10 +89,16 @@ void copy_records(const MappedView& view, const std::int64_t* positions, std::si
   switch (view.row_bytes) {              \
     case 32:                             \
       return function<32>(__VA_ARGS__);  \
+    case 36:                             \
+      return function<36>(__VA_ARGS__);  \
     case 64:                             \
       return function<64>(__VA_ARGS__);  \
+    case 68:                             \
+      return function<68>(__VA_ARGS__);  \
     case 128:                            \
       return function<128>(__VA_ARGS__); \
+    case 132:                            \
+      return function<132>(__VA_ARGS__); \
     case 256:                            \
       return function<256>(__VA_ARGS__); \
     case 512:                            \
@@ -146,46 +153,61 @@ void guess(const MappedView& view, const std::int64_t* keys, std::size_t n,
 
 constexpr std::size_t kPoolKeys = 1024;
 
-std::int64_t begin_of(const PoolRequest& request, std::size_t bag) {
-  return request.offsets != nullptr ? request.offsets[bag]
-                                    : static_cast<std::int64_t>(bag) * request.hotness;
+// The rows of up to `capacity` keys, in a buffer that fits the second-level cache, and which of
+// them have one.
+struct RowBuffer {
+  std::size_t capacity = 0;
+  std::unique_ptr<std::uint8_t[]> rows, sources;
+  std::unique_ptr<std::uint32_t[]> places;
+
+  void reserve(std::size_t n, std::size_t row_bytes) {
+    if (n <= capacity) return;
+    capacity = n < kPoolKeys ? kPoolKeys : n;
+    rows.reset(new std::uint8_t[capacity * row_bytes]);
+    places.reset(new std::uint32_t[capacity]);
+    sources.reset(new std::uint8_t[capacity]);
+    for (std::size_t i = 0; i < capacity; ++i) places[i] = static_cast<std::uint32_t>(i);
+  }
+};
+
+// Decodes the n rows of `part`, which begin at the position `begin` of `request`, and puts the
+// supplied vectors, from number `at` on, in their places. Returns the number of the next supplied
+// vector; `vectors` holds the result.
+std::size_t supply(const PoolRequest& request, PoolRequest& part, std::int64_t begin, std::size_t n,
+                   std::size_t at, std::uint8_t* sources, std::unique_ptr<float[]>& vectors) {
+  vectors.reset(new float[n * request.dim]);
+  decode_rows({request.format, request.dim, part.rows, nullptr, n, false,
+               reinterpret_cast<std::uint8_t*>(vectors.get())});
+  const std::int64_t end = begin + static_cast<std::int64_t>(n);
+  for (; at < request.n_supplied && request.supplied[at] < end; ++at) {
+    const auto to = static_cast<std::size_t>(request.supplied[at] - begin);
+    std::memcpy(vectors.get() + to * request.dim, request.vectors + at * request.dim,
+                request.dim * sizeof(float));
+    sources[to] = 1;
+  }
+  part.format = RowFormat::kFloat32;
+  part.rows = reinterpret_cast<const std::uint8_t*>(vectors.get());
+  return at;
 }
 
-// Copies the rows of some bags to a buffer that fits the second-level cache, and pools them there.
-// A bag that is longer than the buffer is copied as a whole.
+// Copies the rows of some bags to a buffer, and pools them there. A bag that is longer than the
+// buffer is copied as a whole.
 std::size_t pool(const MappedView& view, const PoolRequest& request, std::int64_t* left) {
-  std::size_t unanswered = 0, supplied = 0, capacity = kPoolKeys;
-  std::unique_ptr<std::uint8_t[]> rows(new std::uint8_t[capacity * view.row_bytes]);
-  std::unique_ptr<std::uint32_t[]> places(new std::uint32_t[capacity]);
-  std::unique_ptr<std::uint8_t[]> sources(new std::uint8_t[capacity]);
+  std::size_t unanswered = 0, supplied = 0;
+  RowBuffer buffer;
   std::unique_ptr<std::int64_t[]> offsets;
+  std::unique_ptr<float[]> vectors;
   for (std::size_t bag = request.first, last = bag; bag < request.last; bag = last) {
-    const std::int64_t begin = begin_of(request, bag);
+    const std::int64_t begin = request.begin_of(bag);
     for (last = bag + 1; last < request.last; ++last)
-      if (begin_of(request, last + 1) - begin > static_cast<std::int64_t>(kPoolKeys)) break;
-    const auto n = static_cast<std::size_t>(begin_of(request, last) - begin);
-    if (n > capacity || !offsets) {
-      capacity = n > capacity ? n : capacity;
-      rows.reset(new std::uint8_t[capacity * view.row_bytes]);
-      places.reset(new std::uint32_t[capacity]);
-      sources.reset(new std::uint8_t[capacity]);
-      for (std::size_t i = 0; i < capacity; ++i) places[i] = static_cast<std::uint32_t>(i);
-    }
+      if (request.begin_of(last + 1) - begin > static_cast<std::int64_t>(kPoolKeys)) break;
+    const auto n = static_cast<std::size_t>(request.begin_of(last) - begin);
+    buffer.reserve(n == 0 ? 1 : n, view.row_bytes);
     offsets.reset(new std::int64_t[last - bag + 1]);
-    for (std::size_t b = bag; b <= last; ++b) offsets[b - bag] = begin_of(request, b) - begin;
-    gather_each(view, request.keys + begin, places.get(), n,
-                {rows.get(), view.row_bytes, sources.get(), 1, 0});
-    while (supplied < request.n_supplied && request.supplied[supplied] < begin) ++supplied;
-    for (; supplied < request.n_supplied &&
-           request.supplied[supplied] < begin + static_cast<std::int64_t>(n);
-         ++supplied) {
-      const auto at = static_cast<std::size_t>(request.supplied[supplied] - begin);
-      std::memcpy(rows.get() + at * view.row_bytes, request.rows + supplied * view.row_bytes,
-                  view.row_bytes);
-      sources[at] = 1;
-    }
-    for (std::size_t i = 0; i < n; ++i)
-      if (sources[i] == 0) left[unanswered++] = begin + static_cast<std::int64_t>(i);
+    for (std::size_t b = bag; b <= last; ++b) offsets[b - bag] = request.begin_of(b) - begin;
+    std::uint8_t* sources = buffer.sources.get();
+    gather_each(view, request.keys + begin, buffer.places.get(), n,
+                {buffer.rows.get(), view.row_bytes, sources, 1, 0});
     PoolRequest part = request;
     part.keys = nullptr;
     part.offsets = offsets.get();
@@ -193,11 +215,17 @@ std::size_t pool(const MappedView& view, const PoolRequest& request, std::int64_
     part.last = last - bag;
     part.weights = request.weights != nullptr ? request.weights + begin : nullptr;
     part.divisors = request.divisors != nullptr ? request.divisors + bag : nullptr;
-    part.out = request.out + bag * view.row_bytes;
+    part.out = request.out_of(bag);
     part.supplied = nullptr;
     part.n_supplied = 0;
-    part.rows = rows.get();
-    HPS_ISA::pool_rows(part, view.row_bytes);
+    part.rows = buffer.rows.get();
+    while (supplied < request.n_supplied && request.supplied[supplied] < begin) ++supplied;
+    if (supplied < request.n_supplied &&
+        request.supplied[supplied] < begin + static_cast<std::int64_t>(n))
+      supplied = supply(request, part, begin, n, supplied, sources, vectors);
+    for (std::size_t i = 0; i < n; ++i)
+      if (sources[i] == 0) left[unanswered++] = begin + static_cast<std::int64_t>(i);
+    HPS_ISA::pool_rows(part);
   }
   return unanswered;
 }

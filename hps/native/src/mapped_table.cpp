@@ -65,12 +65,9 @@ std::size_t MappedTable::gather_each(const std::int64_t* keys, const std::uint32
 std::size_t MappedTable::pool(const PoolRequest& request, std::int64_t* left) const {
   const std::size_t unanswered = read_.pool(view_, request, left);
   if (!is_damaged()) return unanswered;
-  const auto begin_of = [&](std::size_t bag) {
-    return request.offsets != nullptr ? request.offsets[bag]
-                                      : static_cast<std::int64_t>(bag) * request.hotness;
-  };
   std::size_t n = 0;
-  for (std::int64_t at = begin_of(request.first); at < begin_of(request.last); ++at) left[n++] = at;
+  for (std::int64_t at = request.begin_of(request.first); at < request.begin_of(request.last); ++at)
+    left[n++] = at;
   return n;
 }
 

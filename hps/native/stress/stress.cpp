@@ -127,11 +127,14 @@ struct Soak {
   // some.
   void pool(const std::int64_t* keys, std::size_t bags, bool mean) {
     const std::vector<float> twos(bags * kBag, 2);
-    std::vector<std::uint8_t> sums(bags * row_bytes), supplied(kBag * row_bytes);
+    std::vector<std::uint8_t> sums(bags * row_bytes), row(row_bytes);
+    std::vector<float> supplied(kBag * format.dim());
     std::vector<std::int64_t> left(bags * kBag), again(kBag);
     hps::PoolRequest request{};
     request.keys = keys;
     request.hotness = kBag;
+    request.format = format.halves ? hps::RowFormat::kFloat16 : hps::RowFormat::kFloat32;
+    request.dim = format.dim();
     request.halves = format.halves;
     request.last = bags;
     request.out = sums.data();
@@ -139,14 +142,18 @@ struct Soak {
     const std::size_t n = table.pool(request, left.data());
     for (std::size_t bag = 0, at = 0; bag < bags; ++bag) {
       const std::size_t from = at;
-      for (; at < n && left[at] < static_cast<std::int64_t>((bag + 1) * kBag); ++at)
-        format.make(keys[left[at]], at, &supplied[(at - from) * row_bytes]);
+      for (; at < n && left[at] < static_cast<std::int64_t>((bag + 1) * kBag); ++at) {
+        format.make(keys[left[at]], at, row.data());
+        hps::runnable_kernels().front()->decode_rows(
+            {request.format, request.dim, row.data(), nullptr, 1, false,
+             reinterpret_cast<std::uint8_t*>(&supplied[(at - from) * request.dim])});
+      }
       hps::PoolRequest rest = request;
       rest.first = bag;
       rest.last = bag + 1;
       rest.supplied = left.data() + from;
       rest.n_supplied = at - from;
-      rest.rows = supplied.data();
+      rest.vectors = supplied.data();
       if (at != from && table.pool(rest, again.data()) != 0) continue;  // evicted meanwhile
       std::int64_t sum = 0;
       for (std::size_t i = bag * kBag; i < (bag + 1) * kBag; ++i) sum += format.encoded(keys[i]);

@@ -69,9 +69,9 @@ class CacheMemory:
     def _new(
         self, table: EmbeddingTable, rows: int, eviction: str, file: int, *, on_demand: bool
     ) -> CacheTable:
-        like = np.empty((0, table.dim), table.dtype)
+        like = np.empty((0, table.row_width), table.row_dtype)
         if not COMPILED:
-            return CacheTable(rows, like, eviction, int(Source.CPU))
+            return CacheTable(rows, like, eviction, int(Source.CPU), format=table.row_format.code)
         from hps.native import _core
 
         node = -1 if self.numa_node is None else self.numa_node
@@ -83,6 +83,7 @@ class CacheMemory:
             file=file,
             huge_pages=self.huge_pages,
             numa_node=node,
+            format=table.row_format.code,
             on_demand=on_demand,
         )
         return held

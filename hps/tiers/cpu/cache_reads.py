@@ -78,7 +78,7 @@ class CacheReads:
             part.missing = _NOTHING if left is None else left
 
     def gather(self, asks: list[Ask], bags: Sequence[Bags] = (), /) -> bool:
-        """Write the row of every key of ``asks`` to its ``out``, and pool ``bags``.
+        """Write the vector of every key of ``asks`` to its ``out``, and pool ``bags``.
 
         Returns False if a key of ``asks`` has no row in this cache or is deleted, or if a table is not in
         it. The outputs are then undefined, and the caller takes the slow path. Misses of ``bags`` do not
@@ -140,14 +140,14 @@ class CacheReads:
         """Return the memory of each of ``tables``, for native readers; None for one that is kept out."""
         return [self._tables.get(table) for table in tables]
 
-    def complete(self, bags: Bags, rows: VectorArray) -> bool:
-        """Pool again the bags with misses, with ``rows (m, dim)`` for the missing keys.
+    def complete(self, bags: Bags, vectors: VectorArray) -> bool:
+        """Pool again the bags with misses, with ``vectors (m, dim)`` float32 for the missing keys.
 
         Returns False if a row that was not missing has left this cache since the gather."""
         held = self._tables.get(bags.table)
         if held is None or bags.missing is None:
             return held is not None
-        supplied = bags.missing, rows
+        supplied = bags.missing, vectors
         missing = held.pool_bags(
             bags.keys, bags.offsets, bags.weights, bags.divisors, bags.out, supplied
         )

@@ -47,15 +47,16 @@ def attach(path: Path, table: EmbeddingTable, entry: Entry) -> CacheTable:
     Raises OSError if it is gone, ValueError if its dim or dtype differs from ``table``."""
     from hps.native import _core
 
-    if (entry["dim"], entry["dtype"]) != (table.dim, table.dtype.str):
+    if (entry["dim"], entry["row_format"]) != (table.dim, table.row_format.name):
         raise ValueError(
-            f"the shared cache has table {table.id} with dim {entry['dim']} and {entry['dtype']}, not "
-            f"{table.dim} and {table.dtype.str}"
+            f"the shared cache has table {table.id} with dim {entry['dim']} of {entry['row_format']}, not "
+            f"{table.dim} of {table.row_format.name}"
         )
     file = os.open(path / entry["file"], os.O_RDWR | os.O_CLOEXEC)
     try:
-        like = np.empty((0, table.dim), table.dtype)
-        return _core.CacheTable.attach(file, like, int(Source.CPU))  # type: ignore[return-value]
+        like = np.empty((0, table.row_width), table.row_dtype)
+        code = table.row_format.code
+        return _core.CacheTable.attach(file, like, int(Source.CPU), code)  # type: ignore[return-value]
     finally:
         os.close(file)
 
@@ -67,7 +68,7 @@ def attach_mapped(path: Path, table: EmbeddingTable, entry: Entry) -> tuple[Mapp
     bits: Any = np.memmap(path / entry["marks"], np.uint64, "r")
     file = open_mapped(Path(entry["path"]), entry["version"], int(Source.CPU), bits)
     header = file.header
-    if (header.digest, header.dim, header.dtype) != (entry["digest"], table.dim, table.dtype):
+    if not header.is_of(entry["digest"], table):
         raise ValueError(f"{header.path} is not the file that the owner maps for table {table.id}")
     return file, UseCounts(file.table, np.memmap(path / entry["uses"], np.uint8, "r+"))
 
@@ -130,8 +131,8 @@ class Segments:
         if entry is None:
             return None
         entry.pop("mapped", None)  # the dead owner's
-        requested = (rows, eviction, table.dim, table.dtype.str)
-        if (entry["rows"], entry["eviction"], entry["dim"], entry["dtype"]) == requested:
+        requested = (rows, eviction, table.dim, table.row_format.name)
+        if (entry["rows"], entry["eviction"], entry["dim"], entry["row_format"]) == requested:
             with contextlib.suppress(OSError, ValueError):
                 held = attach(self.path, table, entry)
                 held.repair()
@@ -160,7 +161,7 @@ class Segments:
             "rows": rows,
             "eviction": eviction,
             "dim": table.dim,
-            "dtype": table.dtype.str,
+            "row_format": table.row_format.name,
         }
         return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 

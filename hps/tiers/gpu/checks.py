@@ -153,7 +153,7 @@ def check_array(table: EmbeddingTable, name: str, array: Any, n: int, device: in
         strided = "" if contiguous else ", not C-contiguous"
         raise BadRequest(
             f"table {table.id}: {name} must be {shape} {dtype}, C-contiguous, got {array.shape} "
-            f"{array.dtype}{strided}; one entry per key is expected, and rows of {table.dim} values"
+            f"{array.dtype}{strided}; one entry per key is expected, and rows of {table.row_width} values"
         )
     if not isinstance(array, np.ndarray) and array.data.device_id != device:
         raise BadRequest(
@@ -169,7 +169,7 @@ def _dlpack_kind(array: Any) -> int | None:
 
 def _expected(table: EmbeddingTable, name: str, n: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
     if name in ("out", "vectors"):
-        return (n, table.dim), table.dtype
+        return (n, table.row_width), table.row_dtype
     return (n,), _DTYPES.get(name, _INT64)
 
 
@@ -186,7 +186,7 @@ def _is_valid(part: Part, device: int) -> bool:
             return False
     elif type(keys) is not np.ndarray:
         return False
-    dtype, dim, shape = part.table.dtype, part.table.dim, keys.shape
+    dtype, dim, shape = part.table.row_dtype, part.table.row_width, keys.shape
     size = dtype.itemsize
     return (
         keys.dtype == _INT64

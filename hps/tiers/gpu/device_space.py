@@ -265,7 +265,7 @@ class DeviceSpace:
                 Part(
                     table,
                     keys,
-                    cp.ndarray((n, table.dim), table.dtype, rows.data + at),
+                    cp.ndarray((n, table.row_width), table.row_dtype, rows.data + at),
                     cp.ndarray((n,), np.uint64, block.data + 8 * first),
                     cp.ndarray((n,), np.uint8, block.data + 8 * total + first),
                     np.arange(n),

@@ -71,9 +71,10 @@ class GpuTables:
             raise ConfigError(
                 f"the GPU cache of table {table.id} can't have {rows} rows; 0 is none"
             )
-        if table.dtype not in _DTYPES:
+        if not (table.stores_vectors and table.dtype in _DTYPES):
             raise ConfigError(
-                f"table {table.id} has dtype {table.dtype}; the GPU cache takes float32 and float16"
+                f"table {table.id} has rows of {table.row_format.name} and vectors of {table.dtype}; the GPU "
+                "cache takes rows of float32 and float16 that are the vectors"
             )
         if rows == 0:
             self.drop_table(table)

@@ -30,7 +30,7 @@ def ordered_rows(
                 break
             ahead = _joined(ahead, more)
         n = int(np.searchsorted(ahead.keys, last, "right"))
-        vectors = np.empty((len(at), table.dim), table.dtype)
+        vectors = np.empty((len(at), table.row_width), table.row_dtype)
         mapped.rows_at(at, vectors)
         rows = ScannedRows(some, vectors, np.full(len(at), mapped.version, np.uint64))
         yield _sorted(_joined(rows, _cut(ahead, 0, n))) if n else rows
@@ -41,7 +41,7 @@ def ordered_rows(
 
 
 def _empty(table: EmbeddingTable) -> ScannedRows:
-    none = np.empty((0, table.dim), table.dtype)
+    none = np.empty((0, table.row_width), table.row_dtype)
     return ScannedRows(np.empty(0, np.int64), none, np.empty(0, np.uint64))
 
 

@@ -161,7 +161,7 @@ class OverlaidTable:
 
     def fits(self, table: EmbeddingTable) -> bool:
         headers = [each.header for each in self.files]
-        return all((h.dim, h.dtype) == (table.dim, table.dtype) for h in headers)
+        return all((h.dim, h.row_format) == (table.dim, table.row_format) for h in headers)
 
     # -- reading ----------------------------------------------------------------------------------
 

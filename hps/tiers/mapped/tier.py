@@ -237,8 +237,8 @@ class MappedTier(RocksDbTier):
             header = mapped.file.header
             raise TierError(
                 NAME,
-                f"table {table.id}: {header.path} has rows of dim {header.dim} and {header.dtype}, expected "
-                f"dim {table.dim} of {table.dtype}: serve it under a new version",
+                f"table {table.id}: {header.path} has rows of dim {header.dim} and {header.row_format.name}, "
+                f"expected dim {table.dim} of {table.row_format.name}: serve it under a new version",
             )
         self._by_table[table] = mapped
         return mapped

@@ -37,7 +37,7 @@ class NodeConnectionPool:
         self.tables = tuple(tables)
         self._hello = {
             "protocol": frames.PROTOCOL,
-            "tables": [[table.id, table.dim, table.dtype.str] for table in self.tables],
+            "tables": [[table.id, table.dim, table.row_format.name] for table in self.tables],
         }
         self._timeout_s = timeout_s
         self._free: deque[_NodeConnection] = deque()

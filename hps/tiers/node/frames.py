@@ -193,7 +193,9 @@ def read_fetch_answer(
     counts = reader.array(np.uint32, len(requests) + len(requests) % 2)[: len(requests)].tolist()
     versions = [reader.array(np.uint64, n) for n in sizes]
     rows = [
-        reader.array(part.table.dtype, count * part.table.dim).reshape(count, part.table.dim)
+        reader.array(part.table.row_dtype, count * part.table.row_width).reshape(
+            count, part.table.row_width
+        )
         for (part, _), count in zip(requests, counts, strict=True)
     ]
     sources = [reader.array(np.uint8, n) for n in sizes]

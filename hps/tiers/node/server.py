@@ -177,7 +177,7 @@ class NodeServer:
             return frames.as_json(self._attached.report(connection, frames.read_json(payload)))
         if kind == FrameKind.HELLO:
             hello = frames.read_json(payload)
-            tables = {(t.id, t.dim, t.dtype.str): t for t in self._tables()}
+            tables = {(t.id, t.dim, t.row_format.name): t for t in self._tables()}
             client_tables[:] = [tables.get(tuple(each)) for each in hello["tables"]]
             missing = [i for i, table in enumerate(client_tables) if table is None]
             return frames.as_json({"protocol": frames.PROTOCOL, "lacking": missing})

@@ -115,7 +115,7 @@ class TableLayout:
             "layout": self.layout,
             "partitions": str(self.partitions),
             "dim": str(self.table.dim),
-            "dtype": str(self.table.dtype),
+            "dtype": self.table.row_format.name,
             "key_bits": str(self.table.key_bits),
         }
 

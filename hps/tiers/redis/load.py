@@ -125,7 +125,7 @@ class RedisLoads:
                     if _has_duplicates(keys, pending.keys()):
                         pending.settle(0)  # an earlier row of a key must not overwrite a later one
                     at = _chosen(opened, keys, source.share, behind)
-                    rows = np.ascontiguousarray(vectors[at], table.dtype)
+                    rows = np.ascontiguousarray(vectors[at], table.row_dtype)
                     work = partial(self._insert_rows, table, keys[at], rows, source.version)
                     pending.add(workers.submit(work), total, keys)
                     pending.settle(_PARALLEL)

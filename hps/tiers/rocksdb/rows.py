@@ -285,6 +285,6 @@ def _decode(family: TableFamily, values: Sequence[bytes]) -> StoredRows:
         )
         raise rocksdb_error(
             f"table {table.id}: a stored row has {error.actual} bytes, expected {error.expected} "
-            f"(dim {table.dim} of {table.dtype}); it was written with another dim, dtype or "
+            f"(dim {table.dim} of {table.row_format.name}); it was written with another dim, dtype or "
             f"layout: {remedy}",
         ) from None

@@ -16,10 +16,11 @@ from hps.models.repository import ModelVersion, Repository
 from hps.models.tables import TableFiles
 from hps.native.mapped_format import HEADER_BYTES, record_bytes
 from hps.node.model_opening import features_of, version_openers
+from hps.row_format import ROW_FORMAT_NAMES
 from hps.suggestions import hint_for
 from hps.types import EmbeddingTable
 
-_SPEC = re.compile(r"([^=]+)=(\d+)x(\d+)(?::(float32|float16))?")
+_SPEC = re.compile(r"([^=]+)=(\d+)x(\d+)(?::(\w+))?")
 MODEL = "model"
 """Name of a model that is described on the command line."""
 
@@ -89,13 +90,14 @@ def _of_version(version: ModelVersion, settings: Settings) -> PlannedModel:
 
 
 def model_of_specs(specs: Sequence[str], name: str | None = None) -> PlannedModel:
-    """A model with a feature per table, from texts ``NAME=ROWSxDIM[:float16]``. Raises ConfigError."""
+    """A model with a feature per table, from texts ``NAME=ROWSxDIM[:FORMAT]``. Raises ConfigError."""
     name, tables = name or MODEL, {}
     for spec in specs:
         match = _SPEC.fullmatch(spec)
         if match is None or not re.fullmatch(NAME_PATTERN, match[1]):
             raise ConfigError(
-                f"--table {spec!r}: expected NAME=ROWSxDIM or NAME=ROWSxDIM:float16, such as user=1000000x32"
+                f"--table {spec!r}: expected NAME=ROWSxDIM or NAME=ROWSxDIM:FORMAT, such as "
+                "user=1000000x32 or user=1000000x32:int8"
             )
         table, rows, dim = match[1], int(match[2]), int(match[3])
         if table in tables or not rows or not 1 <= dim <= 65_536:
@@ -103,7 +105,12 @@ def model_of_specs(specs: Sequence[str], name: str | None = None) -> PlannedMode
                 "is there twice" if table in tables else "needs rows and a dim from 1 to 65,536"
             )
             raise ConfigError(f"--table {spec!r}: {table} {reason}")
-        made = EmbeddingTable.make(table, dim, model=name, dtype=match[4] or "float32")
+        rows_as = match[4] or "float32"
+        if rows_as not in ROW_FORMAT_NAMES:
+            hint = hint_for(rows_as, ROW_FORMAT_NAMES, "the row formats are")
+            raise ConfigError(f"--table {spec!r}: there is no row format {rows_as!r}{hint}")
+        dtype = "float16" if rows_as == "float16" else "float32"
+        made = EmbeddingTable.make(table, dim, model=name, dtype=dtype, rows=rows_as)
         tables[table] = PlannedTable(made, rows, expected_bytes=mapped_file_bytes(made, rows))
     features = {n: Feature(n, planned.table, pooling="none") for n, planned in tables.items()}
     return PlannedModel(name, tables, features)
@@ -113,7 +120,7 @@ def mapped_file_bytes(table: EmbeddingTable, rows: int) -> int:
     """Return the approximate size of a mapped file of ``rows`` rows: header, keys with rows, index."""
     # A byte per bucket; 4 per slot beyond the keys, of which there is one in 99.
     index = 1 / KEYS_PER_BUCKET + 4 / 99
-    return HEADER_BYTES + int(rows * (record_bytes(table.dim, table.dtype) + index))
+    return HEADER_BYTES + int(rows * (record_bytes(table.dim, table.row_format) + index))
 
 
 def model_of_repository(repository: Repository, name: str | None) -> PlannedModel:

@@ -15,10 +15,12 @@ from hps.lookup.engine import LookupEngine
 from hps.lookup.lookup_merge import MergedLookup
 from hps.lookup.pooling import divisors, is_pooled
 from hps.native import COMPILED, pool_rows, twin_pool
+from hps.row_format import ROW_FORMAT_NAMES
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
+from hps.tiers.stored_rows import to_rows, to_vectors
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
 from tests.support.memory_tier import MemoryTier
 
@@ -26,10 +28,14 @@ ROWS = 200
 OTHER = EmbeddingTable.make("other", 4)
 STORE = TierInfo("store", Source.ROCKSDB)
 DIMS = [1, 2, 3, 8, 16, 32, 33, 64, 128]
+HALF = np.float16
+KINDS = [(np.float32, None), (HALF, None), (HALF, "float32"), (np.float32, "float16")]
+KINDS += [(dtype, rows) for rows in ROW_FORMAT_NAMES[2:] for dtype in (np.float32, HALF)]
+"""Dtypes of vectors and formats of rows."""
 
 
-def rows_of(dim, dtype):
-    """Rows whose sums depend on the order; some are zeros of either sign."""
+def vectors_of(dim, dtype):
+    """Vectors whose sums depend on the order; some are zeros of either sign."""
     random = np.random.default_rng(dim)
     rows = random.normal(0, 1, (ROWS, dim)) * 10.0 ** random.integers(-3, 2, (ROWS, 1))
     rows[0], rows[1] = 0.0, -0.0
@@ -40,9 +46,11 @@ class World:
     """One feature to be pooled, and one of another table; all rows are in the store, and in the cache those
     that are put there."""
 
-    def __init__(self, dim, dtype, pooling):
-        self.table = EmbeddingTable.make("pooled", dim, dtype=dtype)
-        self.rows = rows_of(dim, dtype)
+    def __init__(self, dim, kind, pooling):
+        dtype, rows = kind
+        self.table = EmbeddingTable.make("pooled", dim, dtype=dtype, rows=rows)
+        self.rows = to_rows(self.table, vectors_of(dim, dtype))
+        self.vectors = to_vectors(self.table, self.rows, dtype=np.float32)
         features = {
             "pooled": Feature("pooled", self.table, pooling=pooling),
             "neighbour": Feature("neighbour", self.table, pooling=pooling),
@@ -71,8 +79,8 @@ class World:
 
 
 @cache
-def world(dim, dtype, pooling):
-    return World(dim, dtype, pooling)
+def world(dim, kind, pooling):
+    return World(dim, kind, pooling)
 
 
 @st.composite
@@ -91,18 +99,19 @@ def cases(draw):
         weights = random.normal(0, 1, n).astype(np.float32)
     keys = random.integers(0, draw(st.sampled_from([2, 20, ROWS])), n)
     pooling = draw(st.sampled_from(["sum", "mean"]))
-    dim, dtype = draw(st.sampled_from(DIMS)), draw(st.sampled_from([np.float32, np.float16]))
-    return world(dim, dtype, pooling), JaggedKeys(keys, batch, offsets, weights)
+    dim, kind = draw(st.sampled_from(DIMS)), draw(st.sampled_from(KINDS))
+    return world(dim, kind, pooling), JaggedKeys(keys, batch, offsets, weights)
 
 
-def by_definition(rows, keys, pooling):
+def by_definition(world, keys, pooling):
     """One row after the other, in float32."""
+    rows = world.vectors
     summed = np.zeros((keys.batch, rows.shape[1]), np.float32)
     ends = np.arange(keys.batch + 1) * (keys.hotness or 0) if keys.offsets is None else keys.offsets
     for bag in range(keys.batch):
         total, by = None, np.float32(0)
         for i in range(ends[bag], ends[bag + 1]):
-            row, weight = rows[keys.keys[i]].astype(np.float32), np.float32(1)
+            row, weight = rows[keys.keys[i]], np.float32(1)
             if keys.weights is not None:
                 weight = keys.weights[i]
                 row = row * weight
@@ -111,7 +120,7 @@ def by_definition(rows, keys, pooling):
         if total is not None:
             summed[bag] = total if pooling == "sum" else total / by if by else 0
     with np.errstate(over="ignore"):  # weights that almost cancel make a mean too large for float16
-        return summed.astype(rows.dtype)
+        return summed.astype(world.table.dtype)
 
 
 def answers(world, keys):
@@ -148,21 +157,21 @@ def answers(world, keys):
 
 @settings(deadline=None, max_examples=150)
 @given(cases())
-@example((world(1, np.float32, "mean"), JaggedKeys(np.arange(ROWS), 1)))
-@example((world(32, np.float16, "sum"), JaggedKeys(np.ones(3, np.int64), 1)))  # of -0
-@example((world(32, np.float32, "sum"), JaggedKeys(np.ones(3, np.int64), 1)))
+@example((world(1, KINDS[0], "mean"), JaggedKeys(np.arange(ROWS), 1)))
+@example((world(32, KINDS[1], "sum"), JaggedKeys(np.ones(3, np.int64), 1)))  # of -0
+@example((world(32, KINDS[0], "sum"), JaggedKeys(np.ones(3, np.int64), 1)))
 def test_every_path_gives_the_bits_of_the_definition(case):
     world, keys = case
     feature = world.model.features["pooled"]
     if not is_pooled(feature.pooling, keys):
         return
-    expected = by_definition(world.rows, keys, feature.pooling)
+    expected = by_definition(world, keys, feature.pooling)
     for path, vectors in answers(world, keys):
         assert vectors.tobytes() == expected.tobytes(), path
 
 
 def test_large_request_gives_the_same_bits(monkeypatch):
-    there = world(32, np.float32, "sum")
+    there = world(32, KINDS[0], "sum")
     there.only(np.arange(ROWS))
     random = np.random.default_rng(1)
     keys = JaggedKeys(random.integers(0, ROWS, 12_000), 1_000)
@@ -179,7 +188,8 @@ if COMPILED:
     from hps.native import _core
 
     KERNELS += [
-        lambda *args, name=name: pool_rows(*args, kernels=name) for name in _core.cache_kernels()
+        lambda *args, name=name, **options: pool_rows(*args, kernels=name, **options)
+        for name in _core.cache_kernels()
     ]
 
 
@@ -191,10 +201,11 @@ def test_every_kernel_gives_the_bits_of_the_definition(kernel, case):
     pooling = world.model.features["pooled"].pooling
     out = np.empty((keys.batch, world.table.dim), world.table.dtype)
     by = divisors(keys) if pooling == "mean" else None
-    kernel(world.rows, keys.keys, keys.offsets, keys.weights, by, out)
-    assert out.tobytes() == by_definition(world.rows, keys, pooling).tobytes()
-    kernel(world.rows[keys.keys], None, keys.offsets, keys.weights, by, out)
-    assert out.tobytes() == by_definition(world.rows, keys, pooling).tobytes()
+    code = world.table.row_format.code
+    kernel(world.rows, keys.keys, keys.offsets, keys.weights, by, out, format=code)
+    assert out.tobytes() == by_definition(world, keys, pooling).tobytes()
+    kernel(world.rows[keys.keys], None, keys.offsets, keys.weights, by, out, format=code)
+    assert out.tobytes() == by_definition(world, keys, pooling).tobytes()
 
 
 @pytest.mark.skipif(not COMPILED, reason="the twin trusts its arrays")
@@ -212,6 +223,8 @@ def test_every_kernel_gives_the_bits_of_the_definition(kernel, case):
         {"out": np.empty((2, 4))},
         {"rows": np.ones((3, 4)), "out": np.empty((2, 4))},
         {"kernels": "none"},
+        {"format": 6},
+        {"format": 4},  # int8 rows would be wider
     ],
 )
 def test_pool_kernels_reject_mismatched_arrays(wrong):

@@ -10,6 +10,7 @@ from hps.errors import ModelError, TierError
 from hps.models.loader import load_tables, version_of_rows
 from hps.models.mapped_file import MAPPED_FILE, MappedOptions, write_mapped
 from hps.models.repository import Repository
+from hps.row_format import row_format
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.mapped import MappedTier
 from hps.tiers.rocksdb import RocksDbTier
@@ -121,7 +122,7 @@ def test_without_the_file_the_other_files_are_loaded_under_the_overlay(published
         path.write_bytes(path.read_bytes()[:-5])
     elif how == "foreign":
         other = path.with_name("other")
-        write_mapped(files, other, MappedOptions(np.float16, threads=1))
+        write_mapped(files, other, MappedOptions(row_format("float16"), threads=1))
         other.rename(path)
     store, table, report, files = load(maps=how != "off")
     assert report.how == "merged"

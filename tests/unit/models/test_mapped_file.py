@@ -8,6 +8,7 @@ from hps.models import external_sort, mapped_file
 from hps.models.mapped_file import MappedOptions, write_mapped
 from hps.models.tables import open_table
 from hps.native.mapped_format import open_mapped
+from hps.row_format import row_format
 
 
 def files_of(folder, keys, dim=3, seed=0):
@@ -67,7 +68,7 @@ def test_narrow_keys_are_told_by_their_low_32_bits(tmp_path):
 
 def test_rows_of_float16_are_rounded_as_numpy_does(tmp_path):
     files = files_of(tmp_path, np.arange(1000), 5)
-    write_mapped(files, tmp_path / "mapped", MappedOptions(dtype=np.float16))
+    write_mapped(files, tmp_path / "mapped", MappedOptions(row_format("float16")))
     found, held = rows_of(tmp_path / "mapped", np.arange(1000), 5, np.float16)
     assert held.all()
     assert (found == files.vectors().astype(np.float16)).all()

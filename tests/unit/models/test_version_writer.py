@@ -232,7 +232,7 @@ def test_mapped_files_are_written_and_verified(tmp_path):
     folder = write_version(tmp_path, spec, 1, tables)
     (half,) = folder.glob("tables/half/mapped")
     header = read_header(half)
-    assert (header.rows, header.dtype, header.key_bits) == (5000, np.float16, 32)
+    assert (header.rows, header.row_format.name, header.key_bits) == (5000, "float16", 32)
 
     def findings():
         version = Repository(tmp_path).open("ctr", 1)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hps.native import _core as native
 from hps.native import twin_cache as twin
+from hps.native import twin_pool
 
 KEY = st.integers(-(2**63), 2**63 - 1) | st.integers(-40, 40)
 KEYS = st.lists(KEY, max_size=30)
@@ -263,9 +264,10 @@ def test_copy_rows_copies_rows_by_number_and_rejects_others(dim):
         native.copy_rows(rows, numbers, out[:5])
 
 
-@pytest.mark.parametrize("gather_all", [native.gather_all, twin.gather_all])
+@pytest.mark.parametrize("gather_all", [native.gather_all, twin_pool.gather_all])
 def test_gather_all_keeps_a_table_alive_that_is_removed_during_the_call(gather_all):
-    table, other = native_and_twin(10)[0], native_and_twin(10)[0]
+    which = 0 if gather_all is native.gather_all else 1
+    table, other = native_and_twin(10)[which], native_and_twin(10)[which]
     table.write(np.arange(3), np.ones((3, 3), np.float32), np.ones(3, np.uint64), 0, False)
     tables = {"first": table}
     references = []

@@ -17,8 +17,9 @@ from hps.errors import ModelError
 from hps.models.mapped_file import MappedOptions, write_mapped
 from hps.models.tables import open_table
 from hps.native import _core as native
-from hps.native import mapped_format, twin_cache, twin_mapped, twin_misses
+from hps.native import mapped_format, twin_cache, twin_mapped, twin_misses, twin_pool
 from hps.native.mapped_format import HEADER, HEADER_BYTES, open_mapped, read_header
+from hps.row_format import row_format_of
 
 KEY = st.integers(-(2**63), 2**63 - 1) | st.sampled_from([0, -1, 2**63 - 1, -(2**63)])
 ROW = st.sampled_from([(1, np.float16), (3, np.float32), (16, np.float32), (32, np.float32)])
@@ -76,7 +77,7 @@ def folder(tmp_path_factory):
 @given(st.lists(KEY, max_size=200), st.lists(KEY, max_size=30), ROW, KERNELS, st.integers(0, 2**32))
 def test_both_twins_answer_like_a_dict(folder, keys, others, row, kernels, seed):
     dim, dtype = row
-    path = written(folder / "dict", keys, dim, dtype=dtype)
+    path = written(folder / "dict", keys, dim, row_format=row_format_of(dtype))
     last = {key: row for row, key in enumerate(keys)}
     bitmaps = [bitmap_for(path), bitmap_for(path)]
     tables = [
@@ -212,7 +213,7 @@ def test_both_twins_pool_bags_alike(folder, bags, row, kernels, weighted, averag
     dim, dtype = row
     path = folder / f"bags-{dim}" / "mapped"
     if not path.exists():
-        written(path.parent, np.arange(600), dim, dtype=dtype)
+        written(path.parent, np.arange(600), dim, row_format=row_format_of(dtype))
     random = np.random.default_rng(seed)
     keys = np.array([key for bag in bags for key in bag], np.int64)
     offsets = np.cumsum([0, *map(len, bags)])
@@ -229,7 +230,7 @@ def test_both_twins_pool_bags_alike(folder, bags, row, kernels, weighted, averag
         expected = np.flatnonzero((keys >= 600) | (keys >= 500) & (keys < 550))
         assert ([] if missing is None else missing.tolist()) == expected.tolist()
         if missing is not None:
-            supplied = missing, vectors(missing, dim).astype(dtype)
+            supplied = missing, vectors(missing, dim)
             assert table.pool_bags(keys, offsets, weights, divisors, out, supplied) is None
         answers.append(out)
     assert (answers[0].view(np.uint8) == answers[1].view(np.uint8)).all()
@@ -252,7 +253,7 @@ def test_gathers_of_several_tables_take_both_kinds(folder, core):
     like = np.empty((0, 3), np.float32)
     opened = open_twin if core is None else lambda *a: open_mapped(a[0], VERSION, CODE, a[1]).table
     cache_of, gather_all, gather_misses = (
-        (twin_cache.CacheTable, twin_cache.gather_all, twin_misses.gather_misses)
+        (twin_cache.CacheTable, twin_pool.gather_all, twin_misses.gather_misses)
         if core is None
         else (core.CacheTable, core.gather_all, core.gather_misses)
     )
@@ -401,6 +402,7 @@ if sys.argv[2] == "before": faulthandler.enable()
 import numpy as np
 from pathlib import Path
 from hps.native.mapped_format import open_mapped
+from hps.row_format import row_format_of
 path = Path(sys.argv[1])
 table = open_mapped(path, 1, 2).table
 if sys.argv[2] == "after": faulthandler.enable(); other = open_mapped(path, 1, 2)

@@ -85,7 +85,7 @@ def test_valid_arrays_are_accepted():
         (
             np.ones((2, 3), np.float32),
             r"table model/1/items: vectors must be \(2, 2\) float32, C-contiguous, "
-            r"got \(2, 3\) float32; one entry per key is expected, and rows of 2 values",
+            r"got \(2, 3\) float32; one entry per key is expected, and rows of 2 items",
         ),
         (ROWS.astype(np.float64), r"got \(2, 2\) float64; pass np.ascontiguousarray"),
         (np.asfortranarray(ROWS), r"got \(2, 2\) float32, not C-contiguous; pass"),

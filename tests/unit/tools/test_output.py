@@ -186,7 +186,7 @@ def test_numbers_are_not_split_over_lines() -> None:
 
 def test_tables_with_a_shared_tier_fit_80_columns() -> None:
     row = {
-        "model": "ctr", "version": 12, "table": "description", "dim": 128, "dtype": "float32",
+        "model": "ctr", "version": 12, "table": "description", "dim": 128, "row_format": "float32",
         "rows": 123_456_789, "rows_approximate": True, "bytes": 234_567_890_123,
         "cached_rows": 123_456_789, "miss_policy": "wait",
         "shared": {

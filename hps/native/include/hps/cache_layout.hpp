@@ -6,9 +6,8 @@
 // In a file, memory of versions and rows may be allocated as rows arrive; row numbers are first
 // used in order, so it is that of the first ones.
 //
-// A row is row_bytes bytes without meaning here. Only pooling interprets them (Element in
-// cache_pool.cpp), and Python, where an array's dtype and dim define them. Rows of int8 with a
-// scale each would be rows of dim + 4 bytes here and one more Element there.
+// A row is row_bytes bytes without meaning here. Only pooling interprets them (row_format.hpp), and
+// Python, which knows a table's format and dim.
 //
 // A bucket has four slots, each with a key, a row number and a score, and a word that marks the
 // occupied slots; a search touches nothing else. Rows and their versions are numbered and stored

@@ -4,15 +4,9 @@
 #include <vector>
 
 #include "hps/cache_layout.hpp"
+#include "hps/row_format.hpp"
 
 namespace hps {
-
-// A stored float16; sums are taken in float. g++ 12 for ARM supports this name only.
-#if defined(__aarch64__)
-using Half = __fp16;
-#else
-using Half = _Float16;
-#endif
 
 // The arrays that a fetch writes, indexed by the key's position.
 struct FetchOutput {
@@ -40,13 +34,43 @@ struct PoolRequest {
   std::size_t first, last;
   const float* weights;   // per key, or null
   const float* divisors;  // per bag, or null; a bag whose divisor is 0 gets zeros
-  bool halves;            // rows and out are float16, sums float32; else float32
-  std::uint8_t* out;      // [bags][row_bytes]
-  // Rows that the caller supplies, for keys that the table is known to miss: the keys' positions,
-  // ascending, and their rows.
+  RowFormat format;       // of the table's rows; sums are float32
+  std::size_t dim;        // values of a row
+  bool halves;            // out is float16, else float32
+  std::uint8_t* out;      // [bags][dim]
+  // Vectors that the caller supplies, for keys that the table is known to miss: the keys'
+  // positions, ascending, and the vectors, [n_supplied][dim].
   const std::int64_t* supplied;
   std::size_t n_supplied;
+  const float* vectors;
+  const std::uint8_t* rows;  // of pool_rows only
+
+  std::int64_t begin_of(std::size_t bag) const {
+    return offsets != nullptr ? offsets[bag] : static_cast<std::int64_t>(bag) * hotness;
+  }
+  std::uint8_t* out_of(std::size_t bag) const { return out + bag * dim * (halves ? 2 : 4); }
+};
+
+// Rows to be decoded: row i is rows[numbers[i]], or rows[i] if numbers is null.
+struct DecodeRequest {
+  RowFormat format;
+  std::size_t dim;
   const std::uint8_t* rows;
+  const std::int64_t* numbers;
+  std::size_t n;
+  bool halves;        // out is float16, else float32
+  std::uint8_t* out;  // [n][dim]
+};
+
+// Vectors to be encoded. storable[i] is 0 for a vector that the format can't hold: it has a value
+// that is not finite, or too large. Its row is undefined.
+struct EncodeRequest {
+  RowFormat format;
+  std::size_t dim;
+  const float* vectors;
+  std::size_t n;
+  std::uint8_t* rows;
+  std::uint8_t* storable;
 };
 
 // All kernels are thread-safe, and run in parallel to one writer (cache_layout.hpp).
@@ -74,9 +98,12 @@ struct ReadKernels {
   // Counts as a use of the keys.
   std::size_t (*pool)(const CacheView& view, const PoolRequest& request, std::int64_t* left);
 
-  // Pools rows of an array, request.rows [.][row_bytes]: key i has row keys[i], or row i if keys is
-  // null. No rows are supplied.
-  void (*pool_rows)(const PoolRequest& request, std::size_t row_bytes);
+  // Pools rows of an array, request.rows: key i has row keys[i], or row i if keys is null. No
+  // vectors are supplied.
+  void (*pool_rows)(const PoolRequest& request);
+
+  void (*decode_rows)(const DecodeRequest& request);
+  void (*encode_rows)(const EncodeRequest& request);
 
   // Copies rows[numbers[i]] to out[i]: a lookup without the search, the lower bound that benchmarks
   // compare with.
