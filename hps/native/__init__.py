@@ -20,6 +20,7 @@ from hps.native import (
     twin_pool,
     twin_resp,
     twin_rows,
+    twin_scored,
 )
 
 _mode = native_mode()
@@ -31,6 +32,7 @@ count_in_buckets = twin.count_in_buckets
 cache_bytes = twin_cache.cache_bytes
 CacheTable = twin_cache.CacheTable
 gather_all = twin_pool.gather_all
+ScoredTable = twin_scored.ScoredTable
 MappedTable = twin_mapped.MappedTable
 bitmap_words = twin_mapped.bitmap_words
 LayeredTable = twin_layered.LayeredTable
@@ -94,6 +96,7 @@ __all__ = [
     "MappedTable",
     "ProtocolError",
     "RowReplies",
+    "ScoredTable",
     "WorkerPool",
     "bitmap_words",
     "build_index_part",

@@ -24,14 +24,19 @@ _MIX = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 
 
-def homes(keys: KeyArray, buckets: int) -> IndexArray:
-    """Return the home bucket of each of ``keys (n,)``, for 0 < ``buckets`` < 2^32."""
+def mixed(keys: KeyArray) -> NDArray[np.uint64]:
+    """Return a hash of each of ``keys (n,)`` whose bits all depend on all bits of the key."""
     x = keys.view(np.uint64).copy()
     for _ in range(2):
         x ^= x >> _HALF
         x *= _MIX
     x ^= x >> _HALF
-    return (((x >> _HALF) * np.uint64(buckets)) >> _HALF).view(np.int64)
+    return x
+
+
+def homes(keys: KeyArray, buckets: int) -> IndexArray:
+    """Return the home bucket of each of ``keys (n,)``, for 0 < ``buckets`` < 2^32."""
+    return (((mixed(keys) >> _HALF) * np.uint64(buckets)) >> _HALF).view(np.int64)
 
 
 def cache_bytes(capacity: int, row_bytes: int) -> int:

@@ -1,0 +1,68 @@
+"""Backends: where a table's memory is, and what changes it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps import native
+from hps.errors import ConfigError
+from hps.native import twin_scored
+from hps.types import IndexArray, KeyArray
+
+Mask = NDArray[np.bool_]
+Scores = NDArray[np.uint64]
+
+
+class Backend(Protocol):
+    """A table of buckets with ``SLOTS`` slots each; `twin_scored.ScoredTable` describes the methods.
+
+    Arguments are checked, contiguous arrays in the backend's memory, and so are results: NumPy for ``cpu``
+    and ``twin``. A backend need not give rows their slot's number: numbers are from 0 to less than
+    ``len(rows)``, and may change with any write. Nor need it keep a bucket's 128 slots: it keeps a new key if
+    any of the slots that the key may take is free, and otherwise evicts the lowest score among them. The
+    slots' order in `export` is its own.
+    """
+
+    @property
+    def buckets(self) -> int: ...
+    @property
+    def max_buckets(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def rows(self) -> NDArray[Any]: ...
+    def find(self, keys: KeyArray, rows: NDArray[Any] | None, scores: Scores | None) -> Mask: ...
+    def find_rows(self, keys: KeyArray) -> IndexArray: ...
+    def write(
+        self,
+        operation: int,
+        keys: KeyArray,
+        rows: NDArray[Any] | None,
+        accumulate: Mask | None,
+        rule: int,
+        base: int,
+        scores: Scores | None,
+        with_evicted: bool,
+    ) -> tuple[Mask, tuple[KeyArray, NDArray[Any], Scores] | None]: ...
+    def erase(self, keys: KeyArray, scores: Scores | None) -> Mask: ...
+    def export(
+        self, first: int, slots: int, with_rows: bool
+    ) -> tuple[KeyArray, Scores, NDArray[Any] | None]: ...
+    def clear(self) -> None: ...
+    def set_max_buckets(self, max_buckets: int) -> None: ...
+    def reserve(self, buckets: int) -> None: ...
+
+
+_CLASSES: dict[str, Any] = {"cpu": native.ScoredTable, "twin": twin_scored.ScoredTable}
+BACKENDS = tuple(_CLASSES)
+SLOTS = twin_scored.SLOTS
+
+
+def backend_class(name: str) -> Any:
+    """Return the class of backend ``name``. Raises ConfigError."""
+    if name not in _CLASSES:
+        raise ConfigError(f"backend is {name!r}, but must be one of {', '.join(BACKENDS)}")
+    return _CLASSES[name]
