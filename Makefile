@@ -65,8 +65,8 @@ test-gpu:
 	  tests/unit/node/test_gpu_versions.py tests/unit/predict/test_device_feed.py tests/contract tests/model \
 	  tests/unit/tools/plan/test_gpu_calibration.py tests/integration/test_gpu_switch.py
 
-# The CPU cache's readers in parallel to its writer, fetches in single flight's table, the batch scheduler's clients, and
-# messages that may be anything, under sanitizers:
+# The CPU cache's readers in parallel to its writer, those and writers of hps.table's table, fetches in single flight's
+# table, the batch scheduler's clients, and messages that may be anything, under sanitizers:
 # make check-native SECONDS=600
 SECONDS ?= 20
 check-native: setup
@@ -77,7 +77,7 @@ check-native: setup
 	    -DCMAKE_CXX_FLAGS="-g -fsanitize=$$sanitizer -fno-sanitize-recover=all" > /dev/null && \
 	  $(BIN)/cmake --build build/$$sanitizer > /dev/null && \
 	  build/$$sanitizer/stress $(SECONDS) && build/$$sanitizer/stress_in_flight 10 && \
-	  build/$$sanitizer/stress_scheduler 10 && build/$$sanitizer/fuzz_codec 10 || exit 1; \
+	  build/$$sanitizer/stress_scheduler 10 && build/$$sanitizer/stress_scored 10 && build/$$sanitizer/fuzz_codec 10 || exit 1; \
 	done
 
 # The CPU cache shared by processes, read in parallel to its writer while readers are killed: make soak MINUTES=10
@@ -96,6 +96,7 @@ check-aarch64: setup
 	@qemu-aarch64 build/aarch64/stress $(SECONDS)
 	@qemu-aarch64 build/aarch64/stress_in_flight 10
 	@qemu-aarch64 build/aarch64/stress_scheduler 10
+	@qemu-aarch64 build/aarch64/stress_scored 10
 	@qemu-aarch64 build/aarch64/fuzz_codec 10
 
 # What the tests use beside the product. What can't be had here is named and its tests skip; in

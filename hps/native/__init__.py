@@ -87,6 +87,7 @@ if _mode != "off":
         decode_native = _core.decode_native
         encode_hps = _core.encode_hps
         crc32 = _core.crc32
+        ScoredTable = _core.ScoredTable  # type: ignore[misc,assignment] # its twin has the same methods
 
 __all__ = [
     "COMPILED",

@@ -480,6 +480,69 @@ def encode_hps(
 def crc32(data: NDArray[np.uint8], crc: int = 0) -> int:
     """See twin_codec.crc32."""
 
+class ScoredTable:
+    """See twin_scored.ScoredTable. Raises TypeError or ValueError for arrays that do not fit."""
+
+    def __init__(self, buckets: int, max_buckets: int, like: NDArray[Any]) -> None:
+        """Raises MemoryError if the system refuses address space for ``max_buckets``."""
+
+    @staticmethod
+    def bytes_for(buckets: int, row_bytes: int) -> int:
+        """See twin_scored.ScoredTable.bytes_for."""
+
+    @property
+    def buckets(self) -> int: ...
+    @property
+    def max_buckets(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def rows(self) -> NDArray[Any]: ...
+    def find(
+        self,
+        keys: NDArray[np.int64],
+        rows: NDArray[Any] | None,
+        scores: NDArray[np.uint64] | None,
+    ) -> NDArray[np.bool_]:
+        """See twin_scored.ScoredTable.find."""
+
+    def find_rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See twin_scored.ScoredTable.find_rows."""
+
+    def export(
+        self, first: int, slots: int, with_rows: bool
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[Any] | None]:
+        """See twin_scored.ScoredTable.export."""
+
+    def write(
+        self,
+        operation: int,
+        keys: NDArray[np.int64],
+        rows: NDArray[Any] | None,
+        accumulate: NDArray[np.bool_] | None,
+        rule: int,
+        base: int,
+        scores: NDArray[np.uint64] | None,
+        with_evicted: bool,
+    ) -> tuple[
+        NDArray[np.bool_], tuple[NDArray[np.int64], NDArray[Any], NDArray[np.uint64]] | None
+    ]:
+        """See twin_scored.ScoredTable.write."""
+
+    def erase(
+        self, keys: NDArray[np.int64], scores: NDArray[np.uint64] | None
+    ) -> NDArray[np.bool_]:
+        """See twin_scored.ScoredTable.erase."""
+
+    def clear(self) -> None:
+        """See twin_scored.ScoredTable.clear."""
+
+    def set_max_buckets(self, max_buckets: int) -> None:
+        """See twin_scored.ScoredTable.set_max_buckets. Raises MemoryError as the constructor does."""
+
+    def reserve(self, buckets: int) -> None:
+        """See twin_scored.ScoredTable.reserve."""
+
 class Step:
     """One step of a lane's work. Addresses are integers; see hps/batch_scheduler.hpp.
 

@@ -73,4 +73,5 @@ NB_MODULE(_core, m) {
   bind_misses(m);
   bind_resp(m);
   bind_scheduler(m);
+  bind_scored(m);
 }

@@ -61,5 +61,7 @@ void bind_mapped(nb::module_& m);
 void bind_misses(nb::module_& m);
 // Adds RowReplies and ProtocolError.
 void bind_resp(nb::module_& m);
+// Adds ScoredTable.
+void bind_scored(nb::module_& m);
 // Adds BatchScheduler and ChannelClient.
 void bind_scheduler(nb::module_& m);

@@ -62,8 +62,9 @@ class ScoredTable:
     """Rows with scores by key, in ``buckets`` of 128 slots, which may double up to ``max_buckets``.
 
     ``like (0, dim)`` gives the rows' dim and dtype. A key may be in any slot of its one bucket. A new key
-    takes the first free slot, or replaces the row with the lowest score (of equal ones the first) unless its
-    own is lower. A row's number is that of its slot, ``128 * bucket + slot``.
+    takes the first free slot of its home half, else of the other half, or replaces the row with the lowest
+    score (of equal ones the first) unless its own is lower. A row's number is that of its slot, ``128 *
+    bucket + slot``.
 
     Thread-safe: all methods may run in parallel; each key's change is atomic. The compiled twin raises
     TypeError or ValueError for arrays that do not fit; this one does not check them.
@@ -202,9 +203,12 @@ class ScoredTable:
     ) -> None:
         """Insert new keys, at most one of a bucket."""
         score = _initial(ScoreRule(rule), base, given[at])
-        free = ~self._occupied[b]
+        home = (mixed(keys) >> np.uint64(31) & np.uint64(1)).view(np.int64)[:, None]
+        order = np.arange(SLOTS) ^ home * (SLOTS // 2)  # the slots of the home half first
+        free = ~self._occupied[b[:, None], order]
         full = ~free.any(1)
-        slot = np.where(full, self._scores[b].argmin(1), free.argmax(1))
+        first = np.take_along_axis(order, free.argmax(1)[:, None], 1)[:, 0]
+        slot = np.where(full, self._scores[b].argmin(1), first)
         lowest = self._scores[b, slot]
         refused = full & (score < lowest) & (rule != ScoreRule.ADD)
         evicted.add(at[refused], keys[refused], rows[at[refused]], score[refused])
@@ -260,23 +264,22 @@ class ScoredTable:
                 self._double()
 
     def _double(self) -> None:
-        half, size = self.buckets, self.size
-        keys, scores = self._keys, self._scores
-        occupied, rows = self._occupied, self._rows
+        half, rows = self.buckets, self._rows
+        keys, scores, occupied = self._keys, self._scores, self._occupied
         self._allocate(2 * half)
         self._keys[:half], self._scores[:half], self._occupied[:half] = keys, scores, occupied
         self._rows[: half * SLOTS] = rows
+        all_keys, all_scores = keys.reshape(-1), scores.reshape(-1)
         at = np.flatnonzero(occupied.reshape(-1))
-        to = self._buckets_of(keys.reshape(-1)[at])
-        at, to = at[to >= half], to[to >= half]  # sorted by bucket and slot, as the buckets halve
-        starts = np.searchsorted(to, to)
-        numbers = to * SLOTS + np.arange(len(to)) - starts
-        self._keys.reshape(-1)[numbers] = keys.reshape(-1)[at]
-        self._scores.reshape(-1)[numbers] = scores.reshape(-1)[at]
-        self._rows[numbers] = rows[at]
-        self._occupied.reshape(-1)[numbers] = True
+        self.size = len(at)
+        to = self._buckets_of(all_keys[at])
+        at, to = at[to >= half], to[to >= half]
         self._occupied.reshape(-1)[at] = False
-        self.size = size
+        self.size -= len(at)
+        moved, rows, of_moved = all_keys[at], rows[at], all_scores[at]
+        none = _EvictedRows(self.like)  # all find a free slot
+        for i in _rounds(to):
+            self._place(i, to[i], moved[i], rows, ScoreRule.GIVEN, 0, of_moved, none)
 
 
 class _EvictedRows:

@@ -50,6 +50,12 @@ def test_every_client_of_the_batch_scheduler_gets_its_own_answers(stress):
     assert (done.returncode, "models removed" in done.stdout) == (0, True), done.stdout
 
 
+def test_readers_and_writers_of_the_scored_table_see_whole_rows(stress):
+    driver = stress.parent / "stress_scored"
+    done = subprocess.run([driver, "2"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "evicted" in done.stdout) == (0, True), done.stdout
+
+
 def test_codec_fuzzer_passes(stress):
     fuzz = stress.parent / "fuzz_codec"
     done = subprocess.run([fuzz, "1"], capture_output=True, text=True, timeout=240)

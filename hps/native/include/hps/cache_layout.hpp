@@ -143,17 +143,22 @@ struct CacheView {
   std::size_t row_bytes;
 };
 
-// The home bucket of `key`: a mixer of murmur3's form with Degski's constant, then a multiplication
-// instead of a division. Not the partition hash: a node that holds the keys of one partition must
-// use all of its buckets.
-static inline std::uint64_t home_of(std::int64_t key, std::uint64_t n_buckets) {
+// A hash of which all bits depend on all bits of the key: a mixer of murmur3's form with Degski's
+// constant. Not the partition hash: a node that holds the keys of one partition must use all of its
+// buckets.
+static inline std::uint64_t mixed(std::int64_t key) {
   std::uint64_t x = static_cast<std::uint64_t>(key);
   x ^= x >> 32;
   x *= 0xD6E8FEB86659FD93ULL;
   x ^= x >> 32;
   x *= 0xD6E8FEB86659FD93ULL;
   x ^= x >> 32;
-  return ((x >> 32) * n_buckets) >> 32;
+  return x;
+}
+
+// The home bucket of `key`: a multiplication instead of a division.
+static inline std::uint64_t home_of(std::int64_t key, std::uint64_t n_buckets) {
+  return ((mixed(key) >> 32) * n_buckets) >> 32;
 }
 
 // The bucket at a step of the probe sequence that begins at `home`: home + 0, 1, 3, 6, 10 ...
