@@ -50,7 +50,7 @@ def output_rows(out: Any, n: int, like: NDArray[Any]) -> VectorArray | None:
     """Check the caller's output array ``(n, dim)``; None if there is none."""
     if out is None:
         return None
-    array = (output_arrays({"rows": _on_host("out", out)}) or {})["rows"]
+    array = (output_arrays({"rows": _on_host("out rows", out)}) or {})["rows"]
     if array.dtype != like.dtype or array.shape != (n, like.shape[1]):
         raise BadRequest(
             f"out is {_text(array)}, but the rows of {n} keys are {like.dtype} ({n}, {like.shape[1]})"

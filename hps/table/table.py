@@ -36,7 +36,7 @@ class Table:
 
     **Scores.** `Policy` says what a row's score means. `find`, `find_rows`, `contains` and exports leave it
     unchanged; all other operations set it for the rows that they change or return. ``clock`` returns
-    nanoseconds since 1970.
+    nanoseconds since 1970; where it goes back, the table's time stands still.
 
     **Capacity.** A key belongs to one bucket of ``bucket_size`` slots, and may take any of them. An insert
     of a new key into a full bucket evicts the bucket's lowest score, unless the new row's score is lower:
@@ -75,7 +75,7 @@ class Table:
         if policy not in [*Policy]:
             raise ConfigError(f"policy is {policy!r}, but must be one of {', '.join(Policy)}")
         self.policy, self.backend = Policy(policy), backend
-        self._epoch, self._clock = 0, clock
+        self._epoch, self._clock, self._now = 0, clock, 0
         self._like = row_like(dim, self.dtype)
         self._growth = Growth(backend, self._like, init_capacity, max_capacity, max_load_factor)
         self._table = self._growth.backend
@@ -328,7 +328,9 @@ class Table:
 
     def _scoring(self, scores: Any, n: int) -> Scoring:
         given = inputs.table_scores(scores, n)
-        return scoring_of(self.policy, given, self._clock(), self._epoch)
+        # A clock that is set back must not make new rows older than all others.
+        self._now = max(self._now, self._clock())
+        return scoring_of(self.policy, given, self._now, self._epoch)
 
     def _given(self, scores: Any, n: int) -> Scoring:
         given = inputs.table_scores(scores, n)

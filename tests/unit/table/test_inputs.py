@@ -109,7 +109,7 @@ def test_scores_that_do_not_fit_are_refused(backend, scores, message):
         (np.zeros((1, DIM), np.float32), r"out is float32 \(1, 4\), .* \(2, 4\)"),
         (np.zeros((DIM, 2), np.float32).T, "out must be C-contiguous"),
         ([[0.0] * DIM] * 2, "must be an array"),
-        (OnDevice(), "out are on CUDA device 3"),
+        (OnDevice(), "out rows are on CUDA device 3"),
     ],
 )
 def test_outputs_that_do_not_fit_are_refused(backend, out, message):

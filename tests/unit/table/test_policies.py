@@ -36,6 +36,15 @@ def test_lru_scores_are_nanoseconds_of_the_last_write(backend):
     assert {0, 1, 2, 3} < {*everything(table)}
 
 
+def test_a_clock_that_is_set_back_does_not_refuse_new_rows(backend):
+    clock = Clock()
+    table, keys = make(backend, policy="lru", clock=clock), np.arange(BUCKET)
+    table.insert_or_assign(keys, rows_of(keys))
+    before, clock.now = clock.now, clock.now - 10**9
+    table.insert_or_assign([500], rows_of([500]))
+    assert scores(table, 500) == [before]
+
+
 def test_lfu_scores_are_sums_of_the_callers(backend):
     table = make(backend, policy="lfu")
     keys = np.arange(BUCKET)
@@ -62,10 +71,10 @@ def test_epoch_lru_scores_are_the_epoch_and_milliseconds(backend):
     clock.now += 3 << 20
     table.assign_scores([0])
     assert scores(table, 0) == [first + 3]
-    table.epoch, clock.now = 8, 0
+    table.epoch, clock.now = 8, (500 << 32 | 5) << 20  # only 32 bits of the ticks count
     table.find_or_insert([1], rows_of([1]))
-    assert scores(table, 1) == [8 << 32]
-    clock.now = 5 << 20
+    assert scores(table, 1) == [8 << 32 | 5]
+    clock.now += 5 << 20
     new = np.arange(1000, 1000 + BUCKET - 2)
     evicted = table.insert_and_evict(new, rows_of(new))
     assert {*evicted.keys.tolist()} == {*range(2, BUCKET)}
