@@ -71,7 +71,7 @@ class Growth:
         self._row_bytes = like.shape[1] * like.itemsize
         self._class = backend_class(name)
         most = _most_buckets(self._first, max_capacity or 0)
-        self._check_memory(0, self._first)
+        self._check_growth(0, self._first)
         try:
             self.backend: Backend = self._class(self._first, most, like)
         except MemoryError:
@@ -94,6 +94,9 @@ class Growth:
                 f"max_capacity of {max_capacity} is less than the present capacity, {self.capacity}"
             )
         most = _most_buckets(self.backend.buckets, max_capacity)
+        if most > self.backend.max_buckets:
+            moved = self._class.bytes_for(self.backend.buckets, self._row_bytes)
+            self._require(moved, f"a max_capacity of {max_capacity}, which moves the rows,")
         try:
             self.backend.set_max_buckets(most)
         except MemoryError:
@@ -141,18 +144,20 @@ class Growth:
                 f"a reserve of {capacity} slots doubles the present {buckets * SLOTS} to "
                 f"{target * SLOTS}, but max_capacity is {self.max_capacity}"
             )
-        self._check_memory(buckets, target)
+        self._check_growth(buckets, target)
         self.backend.reserve(target)
 
-    def _check_memory(self, buckets: int, target: int) -> None:
+    def _check_growth(self, buckets: int, target: int) -> None:
         bytes_for = self._class.bytes_for
         needed = bytes_for(target, self._row_bytes) - bytes_for(buckets, self._row_bytes)
+        self._require(needed, f"growth from {buckets * SLOTS} to {target * SLOTS} slots")
+
+    def _require(self, needed: int, what: str) -> None:
         with suppress(OSError):  # unknown without /proc
             free = free_host_bytes()
             if needed > free:
                 raise ConfigError(
-                    f"growth from {buckets * SLOTS} to {target * SLOTS} slots needs {needed} bytes of "
-                    f"memory, but {free} are free: choose a lower capacity"
+                    f"{what} needs {needed} bytes of memory, but {free} are free: choose a lower capacity"
                 )
 
     def _no_address_space(self, most: int) -> ConfigError:

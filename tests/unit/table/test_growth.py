@@ -116,8 +116,10 @@ def test_growth_beyond_memory_is_refused_before_anything_changes(backend, monkey
             write(more, rows_of(more), more)
     with pytest.raises(ConfigError, match="needs"):
         table.reserve(200)
+    with pytest.raises(ConfigError, match=r"max_capacity of 8192, .* needs \d+ bytes .* 1000 are"):
+        table.max_capacity = 1 << 13
     assert everything(table) == before
-    assert table.capacity == BUCKET
+    assert (table.capacity, table.max_capacity) == (BUCKET, 1 << 12)
     with pytest.raises(ConfigError, match="from 0 to 128 slots needs"):
         make(backend, BUCKET)
 
