@@ -46,6 +46,12 @@ class RowFormat:
             return dim
         return (-(-dim // 2) if self.name == "int4" else dim) + _SCALE_BYTES
 
+    def dim(self, width: int) -> int:
+        """The values of a stored row of ``width`` items; an even number in int4."""
+        if self.code is None or self.code < _FIRST_SCALED:
+            return width
+        return (width - _SCALE_BYTES) * (2 if self.name == "int4" else 1)
+
     def row_bytes(self, dim: int) -> int:
         """The bytes of a stored row of ``dim`` values."""
         return self.width(dim) * self.dtype.itemsize

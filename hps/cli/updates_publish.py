@@ -76,6 +76,8 @@ class PublishOptions(KafkaOptions):
     """Training step of the rows; 0: none."""
     dense_version: int = option(0, min=0)
     """Version of the model whose network the rows belong to; 0: none."""
+    row_format: str | None = option(None, metavar="FORMAT")
+    """Convert the rows, to int8 for instance, so that messages are shorter."""
     deletions: bool = option(True, "--deletions/--no-deletions")
     """Send deletions, too."""
     rate: int | None = option(None, min=1)
@@ -98,6 +100,8 @@ def publish(options: PublishOptions) -> None:
         raise ConfigError(
             "--key-bits is for --format hps: native messages always have 64-bit keys; remove it"
         )
+    if options.format is WireFormat.hps and options.row_format is not None:
+        raise ConfigError("--row-format: HPS's format has float32 rows; use --format native")
     configuration = options.read()
     parts = _parts(options, configuration)
     kafka = None if options.dry_run else options.kafka(configuration)
@@ -187,6 +191,7 @@ def _sender(
                     ttl_s=options.ttl,
                     step=options.step,
                     dense_version=options.dense_version,
+                    row_format=options.row_format,
                 )
 
         yield send

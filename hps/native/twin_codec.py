@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.row_format import ROW_FORMAT_NAMES, row_format
 from hps.types import KeyArray, VersionArray
 
 Payloads = Sequence[bytes | None]
@@ -68,7 +69,10 @@ MAGIC, MAJOR, MINOR = b"HPSU", 1, 0
 # bytes | event time, TTL, unused | step, dense version
 HEADER = struct.Struct("<4sBBHIIIIIBBHqIIQQ")
 CHECKSUM = slice(8, 12)  # of all other bytes
-DTYPES = (np.dtype("<f4"), np.dtype("<f2"))
+DTYPES = (
+    np.dtype("<f4"),
+    np.dtype("<f2"),
+)  # of vectors; the dtype of a message is a row format's code
 LARGEST_DIM = 1 << 20
 LATEST_MS = 1 << 44  # the largest time that fits into a version
 
@@ -247,11 +251,12 @@ def _read_fields(
     keys_at = header + (name_bytes + 7) // 8 * 8
     name = payload[header : header + name_bytes]
     odd = next((i for i, c in enumerate(name) if not 0x21 <= c <= 0x7E), None)
-    row_bytes = dim * DTYPES[dtype].itemsize if dtype < len(DTYPES) else 0
+    known = dtype < len(ROW_FORMAT_NAMES)
+    row_bytes = row_format(ROW_FORMAT_NAMES[dtype]).row_bytes(dim) if known else 0
     end = keys_at + 16 * (up + down) + up * row_bytes
     checks = (
         (flags != 0, (Reason.UNKNOWN_VERSION, 29)),
-        (row_bytes == 0 and dtype >= len(DTYPES), (Reason.UNKNOWN_VERSION, 28)),
+        (not known, (Reason.UNKNOWN_VERSION, 28)),
         (header < HEADER.size or header % 8 or header > size, (Reason.MALFORMED, 6)),
         (not 1 <= dim <= LARGEST_DIM, (Reason.ROW_SIZE, 24)),
         (not 0 <= event_ms < LATEST_MS, (Reason.MALFORMED, 32)),

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hps.row_format import RowFormat
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 TopicPartition = tuple[str, int]
@@ -46,13 +47,23 @@ class TableChanges:
 
     ``keys (n,)`` with ``vectors (n, dim)`` and ``versions (n,)`` are inserted, ``deleted (m,)`` with
     ``deleted_versions (m,)`` are deleted; either may be empty. For a key in both, the higher version
-    wins; on a tie, the deletion."""
+    wins; on a tie, the deletion.
+
+    Where stores get them, ``vectors`` are rows as the table stores them. Before that they may be rows
+    ``(n, width)`` of ``row_format``, of ``row_dim`` values each."""
 
     keys: KeyArray
     vectors: VectorArray
     versions: VersionArray
     deleted: KeyArray
     deleted_versions: VersionArray
+    row_format: RowFormat | None = None
+    row_dim: int = 0
+
+    @property
+    def dim(self) -> int:
+        """The values of a row."""
+        return int(self.vectors.shape[1]) if self.row_format is None else self.row_dim
 
     def select(self, rows: Any, deleted: Any) -> TableChanges:
         """The rows and the deletions that two NumPy indexes choose."""
@@ -62,6 +73,8 @@ class TableChanges:
             self.versions[rows],
             self.deleted[deleted],
             self.deleted_versions[deleted],
+            self.row_format,
+            self.row_dim,
         )
 
 

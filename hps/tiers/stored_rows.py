@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.native import decode_rows, encode_rows
+from hps.row_format import RowFormat
 from hps.types import EmbeddingTable, IndexArray, RowArray, VectorArray
 
 
@@ -49,6 +50,14 @@ def to_finite_rows(
         storable = np.zeros(len(vectors), np.uint8)
         encode_rows(np.ascontiguousarray(vectors, np.float32), code, rows, storable)
     return rows, storable.astype(bool)
+
+
+def decode(rows: RowArray, row_format: RowFormat, dim: int) -> NDArray[np.float32]:
+    """Return the vectors ``(n, dim)`` float32 of ``rows (n, width)``."""
+    out = np.empty((len(rows), dim), np.float32)
+    assert row_format.code is not None  # rows of other types have no decoder
+    decode_rows(np.ascontiguousarray(rows), None, out, row_format.code)
+    return out
 
 
 def to_vectors(

@@ -10,7 +10,7 @@ import re
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -30,6 +30,7 @@ from hps.native.twin_codec import (
     MINOR,
     Payloads,
 )
+from hps.row_format import ROW_FORMAT_NAMES, RowFormat, row_format, row_format_of
 from hps.tiers.positions import TableChanges
 from hps.types import VERSION_SEQUENCE_BITS, IndexArray, KeyArray, VectorArray, VersionArray
 from hps.updates.source import Reason, TableUpdate
@@ -136,8 +137,11 @@ def decode_native(payloads: Payloads, *, longest: int = LONGEST) -> DecodedMessa
     fields, groups = native.decode_native(payloads, longest)
     tables = []
     for table, dtype, dim, keys, versions, rows, deleted, deleted_versions in groups:
-        vectors = rows.view(DTYPES[dtype]).reshape(-1, dim)
+        stored = row_format(ROW_FORMAT_NAMES[dtype])
+        vectors = rows.view(stored.dtype).reshape(-1, stored.width(dim))
         changes = TableChanges(keys, vectors, versions, deleted, deleted_versions)
+        if not stored.is_plain:
+            changes = replace(changes, row_format=stored, row_dim=dim)
         tables.append((table, changes))
     messages = fields.view(MESSAGE)
     return DecodedMessages(messages, _updates(messages, tables))
@@ -177,21 +181,21 @@ def encode_native(
 ) -> list[bytes]:
     """Encode ``changes`` as native messages of at most ``full`` bytes; rows first, then deletions.
 
-    ``vectors (n, dim)`` are float32 or float16. Raises ValueError for a name that is not printable ASCII
-    without spaces, for attributes out of range, and for arrays whose shapes do not match. Partitions: see
-    `encode_hps`."""
+    ``vectors (n, dim)`` are float32 or float16, or rows of their ``row_format``. Raises ValueError for a
+    name that is not printable ASCII without spaces, for attributes out of range, and for arrays whose
+    shapes do not match. Partitions: see `encode_hps`."""
     _check_changes(table, changes)
     event_ms = attributes.event_ms
     if not 0 <= event_ms < LATEST_MS:
         raise ValueError(f"event_ms is out of range: {event_ms} is not Unix time in ms")
     count, gone = len(changes.keys), len(changes.deleted)
-    dim, dtype = changes.vectors.shape[1], changes.vectors.dtype
+    dim, stored = changes.dim, changes.row_format or row_format_of(changes.vectors.dtype)
     name = table.encode() + bytes(-len(table) % 8)
-    row = dim * dtype.itemsize
+    row = stored.row_bytes(dim)
     space = full - HEADER.size - len(name)
     rows_fit = _fitting(space, 16 + row if count else 16, full)
     fields = (
-        *(dim, DTYPES.index(dtype), 0, len(table), event_ms),
+        *(dim, stored.code or 0, 0, len(table), event_ms),
         *(attributes.ttl_s, 0, attributes.step, attributes.dense_version),
     )
     keys, versions, vectors, deleted, deleted_versions = map(_bytes_of, _arrays(changes))
@@ -252,10 +256,25 @@ def _check_rows(keys: KeyArray, vectors: VectorArray, dtypes: Sequence[np.dtype[
         raise ValueError(f"dim must be between 1 and {LARGEST_DIM}, not {vectors.shape[1]}")
 
 
+def _check_stored(changes: TableChanges, stored: RowFormat) -> None:
+    expected = (len(changes.keys), stored.width(changes.row_dim))
+    if (changes.vectors.shape, changes.vectors.dtype) != (expected, stored.dtype):
+        raise ValueError(
+            f"rows of {stored.name} with {changes.row_dim} values must be {expected} {stored.dtype}, not "
+            f"{changes.vectors.shape} {changes.vectors.dtype}"
+        )
+    if not 1 <= changes.row_dim <= LARGEST_DIM:
+        raise ValueError(f"dim must be between 1 and {LARGEST_DIM}, not {changes.row_dim}")
+
+
 def _check_changes(table: str, changes: TableChanges) -> None:
     if not _NAME.fullmatch(table):
         raise ValueError(f"a table's name must be printable ASCII without spaces, not {table!r}")
-    _check_rows(changes.keys, changes.vectors, DTYPES)
+    stored = changes.row_format
+    if stored is None:
+        _check_rows(changes.keys, changes.vectors, DTYPES)
+    else:
+        _check_stored(changes, stored)
     for keys, versions in (
         (changes.keys, changes.versions),
         (changes.deleted, changes.deleted_versions),

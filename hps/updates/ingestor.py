@@ -23,14 +23,15 @@ from itertools import count
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hps.backoff import Backoff
 from hps.errors import HpsError, Unavailable
 from hps.observability.meters import UpdateMeter
 from hps.tiers.positions import StreamPosition, TableChanges, no_changes
-from hps.tiers.stored_rows import to_finite_rows
+from hps.tiers.stored_rows import decode, to_finite_rows
 from hps.tracing import recorder
-from hps.types import EmbeddingTable
+from hps.types import EmbeddingTable, RowArray
 from hps.updates.cache_refresh import refresh
 from hps.updates.cache_writer import CacheWriter
 from hps.updates.source import DeadLetter, TableUpdate, UpdateBatch, UpdateSource
@@ -233,7 +234,7 @@ class Ingestor:
             over = (messages["ttl_s"] > 0) & (until <= time.time() * 1e3)
             good = ~np.repeat(over, messages["upserts"])
             self._observe.applied(table, "expired", int(np.count_nonzero(~good)))
-        rows, finite = to_finite_rows(table, changes.vectors)
+        rows, finite = _stored(table, changes)
         if not finite.all():
             self._observe.applied(table, "not_finite", int(np.count_nonzero(good & ~finite)))
             good &= finite
@@ -288,3 +289,15 @@ def _batch_span(batch: UpdateBatch) -> AbstractContextManager[object]:
     span = spans.batch("ingest", batch.traceparents)
     span.note(rows=batch.rows, dead=len(batch.dead))
     return span.whole()
+
+
+def _stored(table: EmbeddingTable, changes: TableChanges) -> tuple[RowArray, NDArray[np.bool_]]:
+    """The rows ``(n, row_width)`` of ``changes``, and which of them ``(n,)`` are finite.
+
+    Rows that come in the table's format are stored bit for bit."""
+    if changes.row_format is None:
+        return to_finite_rows(table, changes.vectors)
+    vectors = decode(changes.vectors, changes.row_format, changes.row_dim)
+    if changes.row_format != table.row_format:
+        return to_finite_rows(table, vectors)
+    return changes.vectors, np.asarray(np.isfinite(vectors).all(axis=1))

@@ -35,7 +35,7 @@ def by_name(tables: Iterable[EmbeddingTable]) -> dict[str, tuple[EmbeddingTable,
 
 def takes(table: EmbeddingTable, update: TableUpdate) -> bool:
     """True if the rows of ``update`` have the shape of ``table``: versions may differ in it."""
-    return table.dim == update.changes.vectors.shape[1] and update.key_bits in (0, table.key_bits)
+    return table.dim == update.changes.dim and update.key_bits in (0, table.key_bits)
 
 
 def misfit(tables: Sequence[EmbeddingTable], update: TableUpdate) -> Reason | None:

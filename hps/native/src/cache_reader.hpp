@@ -74,8 +74,10 @@ struct Reader {
 
   HPS_INLINE void prefetch_found(const Found& at) const {
     prefetch_row(at.row, row_bytes());
-    // A row may begin anywhere in a line, unless its length is a power of two.
-    if ((RowBytes & (RowBytes - 1)) != 0 && row_bytes() < kPrefetchBytes)
+    // A row may begin anywhere in a line, unless its length is a power of two. Rows of 68 or 132
+    // bytes begin at multiples of four, so that their last four bytes lie in one line.
+    constexpr bool kCovered = (RowBytes & (RowBytes - 1)) == 0 || RowBytes % 64 == 4;
+    if ((RowBytes == 0 || !kCovered) && row_bytes() < kPrefetchBytes)
       __builtin_prefetch(at.row + row_bytes() - 1, 0, 2);
     if (WithVersions) __builtin_prefetch(at.version);
   }

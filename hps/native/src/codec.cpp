@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "hps/crc32.hpp"
+#include "hps/row_format.hpp"
 
 namespace hps {
 
@@ -16,9 +17,8 @@ constexpr char kHpsMagic[] = "HCTR", kNativeMagic[] = "HPSU";
 constexpr std::size_t kNativeHeader = 64;
 constexpr std::uint8_t kMajor = 1, kMinor = 0;
 constexpr std::uint32_t kLargestDim = 1 << 20;
-constexpr std::int64_t kLatestMs = std::int64_t{1}
-                                   << 44;     // a version has no more bits for the time
-constexpr std::size_t kItemBytes[] = {4, 2};  // of float32 and float16
+// A version has no more bits for the time.
+constexpr std::int64_t kLatestMs = std::int64_t{1} << 44;
 
 // Byte offsets of a header's fields.
 enum Field : std::size_t {
@@ -44,6 +44,11 @@ T read(const Payload& payload, std::size_t at) {
   T value;
   std::memcpy(&value, payload.data + at, sizeof value);
   return value;
+}
+
+// The bytes of a row; a message's dtype is the code of its rows' format.
+std::size_t bytes_of(std::uint8_t dtype, std::uint32_t dim) {
+  return row_bytes(static_cast<RowFormat>(dtype), dim);
 }
 
 // The first checks of both formats: a payload that is not too long and has the right magic.
@@ -120,7 +125,7 @@ struct Columns {
 Verdict check_fields(const Payload& payload, Message* message, Columns* columns) {
   if (read<std::uint8_t>(payload, kFlagsAt) != 0) return {Reason::kUnknownVersion, kFlagsAt};
   const std::uint8_t dtype = read<std::uint8_t>(payload, kDtypeAt);
-  if (dtype >= std::size(kItemBytes)) return {Reason::kUnknownVersion, kDtypeAt};
+  if (dtype >= kRowFormats) return {Reason::kUnknownVersion, kDtypeAt};
   const std::size_t header = read<std::uint16_t>(payload, kHeaderBytesAt);
   if (header < kNativeHeader || header % 8 != 0 || header > payload.size)
     return {Reason::kMalformed, kHeaderBytesAt};
@@ -143,7 +148,7 @@ Verdict check_fields(const Payload& payload, Message* message, Columns* columns)
   columns->versions = columns->keys + 8 * entries;
   columns->rows = columns->versions + 8 * entries;
   // No overflow: 2^32 rows of 2^22 bytes at most.
-  const std::uint64_t end = columns->rows + message->upserts * (dim * kItemBytes[dtype]);
+  const std::uint64_t end = columns->rows + message->upserts * bytes_of(dtype, dim);
   const bool newer = read<std::uint8_t>(payload, kMinorAt) > kMinor;
   if (end > payload.size || (end < payload.size && !newer)) return {Reason::kMalformed, kUpsertsAt};
   return {Reason::kOk, 0};
@@ -191,7 +196,7 @@ class Groups {
       group.table.assign(name, name_bytes);
       group.dtype = dtype;
       group.dim = dim;
-      group.row_bytes = dim * kItemBytes[dtype];
+      group.row_bytes = bytes_of(dtype, dim);
       all.push_back(std::move(group));
     }
     return last_ = found->second;

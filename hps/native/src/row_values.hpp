@@ -1,6 +1,6 @@
 // Conversions between rows and float32. Part of cache_pool.cpp and row_convert.cpp, compiled once
-// per HPS_ISA, without fused multiply-add: every instruction set and the NumPy twin give the same
-// bits.
+// per HPS_ISA. Every instruction set and the NumPy twin give the same bits, so the compiler must
+// not fuse multiplications and additions; where products are exact, `scaled` does.
 #pragma once
 
 #include <cstring>
@@ -142,6 +142,19 @@ HPS_INLINE Shorts halves_of(Floats values) {
 #endif
 }
 
+// codes * scale + bias, for codes of 8 bits and a scale of float16: the product has 19 bits and is
+// exact, so that a fused operation rounds as two do.
+HPS_INLINE Floats scaled(Octets codes, const Scale& by) {
+  const Floats values = floats_of(codes);
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)values, _mm512_set1_ps(by.scale), _mm512_set1_ps(by.bias));
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)values, _mm256_set1_ps(by.scale), _mm256_set1_ps(by.bias));
+#else
+  return values * by.scale + by.bias;
+#endif
+}
+
 template <typename Vector>
 HPS_INLINE Vector vector_at(const std::uint8_t* shared) {
   Vector vector;
@@ -182,10 +195,10 @@ HPS_INLINE void decode_to(Floats (&parts)[Dim / kLanes], const std::uint8_t* sha
     } else if constexpr (F == RowFormat::kFloat16) {
       parts[i] = floats_of_halves(vector_at<Shorts>(shared + i * sizeof(Shorts)));
     } else if constexpr (F == RowFormat::kInt8) {
-      parts[i] = floats_of(vector_at<Octets>(shared + i * kLanes)) * by.scale + by.bias;
+      parts[i] = scaled(vector_at<Octets>(shared + i * kLanes), by);
     } else {
       static_assert(F == RowFormat::kInt4, "other formats are decoded in memory");
-      parts[i] = floats_of(nibbles_at(shared + i * kLanes / 2)) * by.scale + by.bias;
+      parts[i] = scaled(nibbles_at(shared + i * kLanes / 2), by);
     }
   }
 }
@@ -208,9 +221,9 @@ HPS_INLINE void decode_values(const std::uint8_t* row, std::size_t dim, float* _
     } else if constexpr (F == RowFormat::kFloat8) {
       values = floats_of_float8(vector_at<Octets>(row + i)) * by.scale;
     } else if constexpr (F == RowFormat::kInt8) {
-      values = floats_of(vector_at<Octets>(row + i)) * by.scale + by.bias;
+      values = scaled(vector_at<Octets>(row + i), by);
     } else if constexpr (F == RowFormat::kInt4) {
-      values = floats_of(nibbles_at(row + i / 2)) * by.scale + by.bias;
+      values = scaled(nibbles_at(row + i / 2), by);
     }
     std::memcpy(to + i, &values, sizeof values);
   }

@@ -116,7 +116,7 @@ class UpdateFile:
             update = _update(name, changes, event_ms)
             fault = misfit(self._tables.get(name, ()), update)
             if fault is not None:
-                why = f"{_word(fault)}: {name}, dim {changes.vectors.shape[1]}"
+                why = f"{_word(fault)}: {name}, dim {changes.dim}"
                 yield UpdateBatch((), dead=[self._note(fault, why)])
                 return
             kept, ahead = drop_future_versions(update, self._ahead_s)

@@ -15,13 +15,24 @@ from hps.array_inputs import flat_keys, tensor
 from hps.errors import BadRequest
 from hps.native import partition_hash
 from hps.native.twin_codec import DTYPES, LATEST_MS
+from hps.row_format import ROW_FORMAT_NAMES, RowFormat, row_format
+from hps.suggestions import hint_for
 from hps.tiers.positions import TableChanges
-from hps.types import IndexArray, KeyArray, VectorArray, VersionArray
+from hps.tiers.stored_rows import NotStorable, decode, to_rows
+from hps.types import EmbeddingTable, IndexArray, KeyArray, VectorArray, VersionArray
 from hps.updates.codec import FULL, MessageAttributes, encode_hps, encode_native
 from hps.updates.version_clock import VersionClock
 
 Format = Literal["native", "hps"]
 _EMPTY = np.empty(0, np.int64)
+
+
+def format_named(name: str) -> RowFormat:
+    """The row format of that name. Raises BadRequest."""
+    if name not in ROW_FORMAT_NAMES:
+        hint = hint_for(name, ROW_FORMAT_NAMES, "the row formats are")
+        raise BadRequest(f"there is no row format {name!r}{hint}")
+    return row_format(name)
 
 
 def unix_ms(event_time: float | None) -> int:
@@ -34,17 +45,46 @@ def unix_ms(event_time: float | None) -> int:
 
 
 def check_changes(
-    keys: Any, rows: Any, versions: Any, deleted: Any, clock: VersionClock, event_ms: int
+    keys: Any,
+    rows: Any,
+    versions: Any,
+    deleted: Any,
+    clock: VersionClock,
+    event_ms: int,
+    stored: RowFormat | None = None,
 ) -> TableChanges:
-    """Check a caller's arrays and make versions for them. Raises BadRequest."""
+    """Check a caller's arrays and make versions for them.
+
+    ``stored``: the format of ``rows``, or to which these are converted. Raises BadRequest."""
     new = flat_keys("keys", keys)
-    vectors = _vectors(rows, len(new))
+    vectors, dim = _rows(rows, len(new), stored)
     gone = _EMPTY if deleted is None else flat_keys("deleted", deleted)
     if versions is None:
         stamps = clock.take(event_ms, len(new) + len(gone))
     else:
         stamps = _versions(versions, len(new), len(gone))
-    return TableChanges(new, vectors, stamps[: len(new)], gone, stamps[len(new) :])
+    narrow = None if stored is None or stored.is_plain else stored
+    return TableChanges(new, vectors, stamps[: len(new)], gone, stamps[len(new) :], narrow, dim)
+
+
+def _rows(values: Any, n: int, stored: RowFormat | None) -> tuple[VectorArray, int]:
+    """Return the rows to send and the number of their values."""
+    given = tensor("rows", values)
+    if stored is None or stored.is_plain:
+        vectors = _vectors(values, n)
+        dtype = vectors.dtype if stored is None else stored.dtype
+        return vectors.astype(dtype, copy=False), vectors.shape[1]
+    if given.dtype == stored.dtype and given.ndim == 2 and len(given) == n:
+        dim = stored.dim(given.shape[1])
+        vectors = decode(given, stored, dim)
+        _check_finite(vectors)
+        return given, dim
+    vectors = _vectors(values, n)
+    table = EmbeddingTable.make("rows", vectors.shape[1], rows=stored.name)
+    try:
+        return to_rows(table, vectors), vectors.shape[1]
+    except NotStorable as error:
+        raise BadRequest(str(error)) from error
 
 
 def _vectors(values: Any, n: int) -> VectorArray:
@@ -53,6 +93,11 @@ def _vectors(values: Any, n: int) -> VectorArray:
         raise BadRequest(f"rows must be ({n}, dim), as there are {n} keys, not {rows.shape}")
     if rows.dtype not in DTYPES:
         raise BadRequest(f"rows must be float32 or float16, not {rows.dtype}; convert them first")
+    _check_finite(rows)
+    return rows
+
+
+def _check_finite(rows: VectorArray) -> None:
     finite = np.isfinite(rows).all(axis=1)
     if not finite.all():
         at = int(np.argmin(finite))
@@ -60,7 +105,6 @@ def _vectors(values: Any, n: int) -> VectorArray:
             f"rows[{at}] holds a value that is not finite, and so do {np.count_nonzero(~finite) - 1} more; "
             "readers would reject it: leave such rows out, and find the training step that made them"
         )
-    return rows
 
 
 def _versions(values: Any, n: int, gone: int) -> VersionArray:

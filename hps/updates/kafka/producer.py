@@ -27,6 +27,7 @@ from hps.updates.kafka.message_encoder import (
     Format,
     check_changes,
     encode,
+    format_named,
     split_by_partition,
     unix_ms,
 )
@@ -112,11 +113,15 @@ class Producer:
         ttl_s: int = 0,
         step: int = 0,
         dense_version: int = 0,
+        row_format: str | None = None,
     ) -> int:
         """Send ``rows (n, dim)`` of ``keys (n,)`` and deletions of ``deleted (m,)``; returns n + m.
 
         Rows are float32 or float16; arrays are NumPy's or anything on the host with ``__dlpack__``. For
         deletions alone, ``rows`` is (0, dim) of the table.
+
+        ``row_format``: of the rows in the messages, such as ``"int8"`` (docs/row-formats.md). Rows are
+        converted to it, unless they are rows of this format, (n, width) uint8, already.
 
         ``versions (n + m,)`` uint64, Unix ms << 20 | sequence, of the rows and then of the deletions.
         By default they come from ``event_time`` (Unix seconds when the rows were made; now), and never
@@ -133,7 +138,12 @@ class Producer:
         attributes = MessageAttributes(unix_ms(event_time), ttl_s, step, dense_version)
         if self._format == "hps" and versions is not None:
             raise BadRequest("HPS's format has no versions; leave them out")
-        changes = check_changes(keys, rows, versions, deleted, self._clock, attributes.event_ms)
+        if self._format == "hps" and row_format not in (None, "float32"):
+            raise BadRequest(f"HPS's format has no rows of {row_format}; use the native format")
+        stored = None if row_format is None else format_named(row_format)
+        changes = check_changes(
+            keys, rows, versions, deleted, self._clock, attributes.event_ms, stored
+        )
         self._send(table, changes, attributes)
         return len(changes.keys) + len(changes.deleted)
 

@@ -256,7 +256,7 @@ def flipped(at):
         (flipped(len(GOOD) - 1), Reason.CHECKSUM, 8),
         (flipped(8), Reason.CHECKSUM, 8),
         (patched(GOOD, 29, "<B", 1), Reason.UNKNOWN_VERSION, 29),
-        (patched(GOOD, 28, "<B", 2), Reason.UNKNOWN_VERSION, 28),
+        (patched(GOOD, 28, "<B", 6), Reason.UNKNOWN_VERSION, 28),
         (patched(GOOD, 6, "<H", 56), Reason.MALFORMED, 6),
         (patched(GOOD, 6, "<H", 68), Reason.MALFORMED, 6),
         (patched(GOOD, 6, "<H", 0xFFF8), Reason.MALFORMED, 6),
