@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROOT = Path(__file__).parents[2]
+_COMPARED = 100_000
 
 
 class EmbeddingBags:
@@ -42,6 +43,13 @@ class EmbeddingBags:
     def table(self, rows: int, dim: int) -> None:
         """Make a table whose row ``i`` is ``i % 1000 + arange(dim)``."""
         self.ask("table", rows=rows, dim=dim)
+
+    def formats(self, vectors: Path, dim: int) -> Sequence[str]:
+        """Make tables of the float32 ``vectors`` in a file, one for each format; returns the new sides.
+
+        Rows of 8 and 4 bits, and their values, are left in the folder: ``int8.npy``, ``int8.values.npy``."""
+        found: Sequence[str] = self.ask("formats", file=str(vectors), dim=dim)
+        return found
 
     def keys(self, numbers: NDArray[np.int64], hotness: int) -> Mapping[str, float]:
         """Set the row ``numbers (batches, n)``; returns each side's sum over the result of the first
@@ -88,11 +96,13 @@ class _Sides:
 
         self.torch = torch
         torch.set_grad_enabled(False)
-        self._make = lambda rows, dim: IntNBitTableBatchedEmbeddingBagsCodegen(
-            [("t", rows, dim, SparseType.FP32, EmbeddingLocation.HOST)],
-            output_dtype=SparseType.FP32,
-            device="cpu",
-            feature_table_map=[0],
+        self._make = lambda rows, dim, kind=SparseType.FP32: (
+            IntNBitTableBatchedEmbeddingBagsCodegen(
+                [("t", rows, dim, kind, EmbeddingLocation.HOST)],
+                output_dtype=SparseType.FP32,
+                device="cpu",
+                feature_table_map=[0],
+            )
         )
 
     def table(self, rows: int, dim: int) -> None:
@@ -108,6 +118,30 @@ class _Sides:
             weights, mode="sum", include_last_offset=True
         )
         self.sides = {"fbgemm": fbgemm, "embedding_bag": bag}
+
+    def formats(self, file: str, dim: int) -> list[str]:
+        from fbgemm_gpu.split_embedding_configs import SparseType
+
+        torch, folder = self.torch, Path(file).parent
+        vectors = torch.from_numpy(np.fromfile(file, np.float32).reshape(-1, dim))
+        bag = torch.nn.EmbeddingBag.from_pretrained(vectors, mode="sum", include_last_offset=True)
+        self.sides = {"embedding_bag": bag}
+        fused, back = (
+            torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf,
+            torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat,
+        )
+        for name, bits in (("int8", 8), ("int4", 4)):
+            rows = fused(vectors, bits)
+            some = rows[:_COMPARED]
+            np.save(folder / f"{name}.npy", some.numpy())
+            np.save(folder / f"{name}.values.npy", back(some, bits).numpy())
+            fbgemm = self._make(len(vectors), dim, getattr(SparseType, name.upper()))
+            fbgemm.initialize_weights()
+            weights, scales = fbgemm.split_embedding_weights()[0]
+            weights.copy_(rows[:, :-4])
+            scales.copy_(rows[:, -4:])
+            self.sides[f"fbgemm_{name}"] = fbgemm
+        return [name for name in self.sides if name != "embedding_bag"]
 
     def keys(self, file: str, hotness: int) -> dict[str, float]:
         self.numbers = self.torch.from_numpy(np.load(file))
