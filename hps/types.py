@@ -104,6 +104,11 @@ class EmbeddingTable:
         return self.row_format.row_bytes(self.dim)
 
     @property
+    def vector_bytes(self) -> int:
+        """The bytes of a vector, as lookups return it."""
+        return self.dim * self.dtype.itemsize
+
+    @property
     def stores_vectors(self) -> bool:
         """True if a stored row is its vector, in the dtype of lookups."""
         return self.row_format.is_plain and self.row_dtype == self.dtype

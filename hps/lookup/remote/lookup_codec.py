@@ -96,7 +96,7 @@ class LookupRequestTemplate:
         dtype = table.dtype.newbyteorder("<")
         key_slice, at = slice(self._keys, self._keys + count), self._size
         self._keys += count
-        self._size += rows * table.row_bytes
+        self._size += rows * table.vector_bytes
         is_aligned = at % dtype.itemsize == 0
         return _ResponseSlice(name, key_slice, at, (rows, table.dim), dtype, is_aligned)
 
