@@ -105,7 +105,7 @@ class EmbeddingTable:
 
     @property
     def vector_bytes(self) -> int:
-        """The bytes of a vector, as lookups return it."""
+        """The bytes of a vector that a lookup returns."""
         return self.dim * self.dtype.itemsize
 
     @property
@@ -115,11 +115,9 @@ class EmbeddingTable:
 
     def is_like(self, other: EmbeddingTable) -> bool:
         """True if ``other`` has the same name and properties."""
-        mine = self.id, self.dim, self.dtype, self.miss, self.tombstone_ttl_s, self.key_bits
-        return (*mine, self.row_format) == (
-            other.id, other.dim, other.dtype, other.miss, other.tombstone_ttl_s, other.key_bits,
-            other.row_format,
-        ) and np.array_equal(self.default, other.default, equal_nan=True)  # fmt: skip
+        names = "id", "dim", "dtype", "miss", "tombstone_ttl_s", "key_bits", "row_format"
+        same = all(getattr(self, name) == getattr(other, name) for name in names)
+        return same and np.array_equal(self.default, other.default, equal_nan=True)
 
     def narrow(self, keys: KeyArray) -> KeyArray:
         """Reduce ``keys (n,) int64`` to the table's key bits: all 64, or the low 32."""
@@ -293,7 +291,8 @@ class LookupRequest:
     ``deadline`` is a ``time.monotonic()`` instant or None. ``out`` optionally holds the caller's
     arrays per feature that receive the vectors. ``want_source`` requests sources and versions per key.
     ``by_table``: the names are tables, keys are used unchanged and vectors are unpooled.
-    ``origin`` is the request's id and trace, or None."""
+    ``origin`` is the request's id and trace, or None. ``stored_rows`` requests rows as they are stored, see
+    `LookupResult`."""
 
     features: Mapping[str, JaggedKeys]
     deadline: float | None = None
@@ -301,6 +300,7 @@ class LookupRequest:
     out: Mapping[str, VectorArray] | None = None
     by_table: bool = False
     origin: RequestContext | None = None
+    stored_rows: bool = False
 
 
 @dataclass(slots=True)
@@ -310,7 +310,11 @@ class LookupResult:
     ``sources[f] (n,) uint8`` and ``versions[f] (n,) uint64`` are filled with ``want_source``.
     ``defaulted`` counts keys (not unique keys) that were answered with the table's default;
     ``degraded`` names the tiers that were skipped. ``stale_s`` is the possible age of the rows in seconds
-    if it exceeds `updates.max_staleness_s`; else 0."""
+    if it exceeds `updates.max_staleness_s`; else 0.
+
+    With ``stored_rows``, what is not pooled and comes from tables of narrow row formats are rows as they are
+    stored, ``(n, row_width)`` (`hps.row_format`). It is False if a default was among these rows, and where
+    rows are on a GPU."""
 
     vectors: dict[str, VectorArray]
     sources: dict[str, SourceArray] = field(default_factory=dict)
@@ -318,6 +322,7 @@ class LookupResult:
     defaulted: int = 0
     degraded: tuple[str, ...] = ()
     stale_s: int = 0
+    stored_rows: bool = False
 
 
 @dataclass(slots=True)

@@ -101,12 +101,16 @@ class _UnpooledFeatures:
 
     __slots__ = ("as_sent", "dtype", "position", "shape", "single_name", "slices", "table")
 
-    def __init__(self, table: EmbeddingTable, slices: Sequence[_FeatureSlice]) -> None:
+    def __init__(
+        self, table: EmbeddingTable, slices: Sequence[_FeatureSlice], *, stored: bool
+    ) -> None:
+        """``stored``: rows of a narrow format are returned as they are stored."""
         first = slices[0].feature
         self.table = table
         self.slices = slices
-        self.shape = sum(each.n for each in slices), table.dim
-        self.dtype = table.dtype
+        narrow = stored and not table.row_format.is_plain
+        self.shape = sum(each.n for each in slices), table.row_width if narrow else table.dim
+        self.dtype = table.row_dtype if narrow else table.dtype
         self.position = slices[0].position
         is_single = len(slices) == 1
         self.as_sent = is_single and first.key_offset == 0 and table.key_bits == 64
@@ -138,6 +142,7 @@ class PreparedLookup:
         "_names",
         "_pooled",
         "_rows",
+        "_stored",
         "_tier",
         "inline",
     )
@@ -150,15 +155,19 @@ class PreparedLookup:
         names: tuple[str, ...],
         *,
         inline: bool,
+        stored: bool,
     ) -> None:
-        """``names``: the features in the request's order."""
+        """``names``: the features in the request's order. ``stored``: see `_UnpooledFeatures`."""
         self.inline = inline
+        self._stored = stored
         self._tier = tier
         self._groups = [(table, tuple(slices)) for table, slices in groups]
         unpooled = [
             (table, [s for s in slices if type(s) is _FeatureSlice]) for table, slices in groups
         ]
-        self._rows = [_UnpooledFeatures(table, slices) for table, slices in unpooled if slices]
+        self._rows = [
+            _UnpooledFeatures(table, slices, stored=stored) for table, slices in unpooled if slices
+        ]
         self._pooled = [s for _, slices in groups for s in slices if isinstance(s, _PooledFeature)]
         filled = [s.feature.name for each in self._rows for s in each.slices]
         filled += [each.feature.name for each in self._pooled]
@@ -195,7 +204,7 @@ class PreparedLookup:
             return self._partial_hit(keys, bags, self._ordered(vectors), started)
         vectors = self._ordered(vectors)
         self._finished(perf_counter() - started)
-        return LookupResult(vectors)
+        return LookupResult(vectors, stored_rows=self._stored)
 
     def _ordered(self, vectors: dict[str, VectorArray]) -> dict[str, VectorArray]:
         return vectors if self._names is None else {name: vectors[name] for name in self._names}
@@ -224,7 +233,7 @@ class PreparedLookup:
             if table in incomplete:
                 every_key = partial(_concatenated, slices, keys)
                 tables.append(TablePartialHit(table, position, incomplete[table], every_key))
-        return PartialHit(self._tier, tables, self._answers, vectors, started)
+        return PartialHit(self._tier, tables, self._answers, vectors, started, self._stored)
 
 
 class FastPath:
@@ -253,7 +262,7 @@ class FastPath:
         """
         if request.want_source or request.out:
             return None
-        signature: list[object] = [request.by_table]
+        signature: list[object] = [request.by_table, request.stored_rows]
         is_fixed = True
         for name, keys in request.features.items():
             flat = keys.keys
@@ -292,4 +301,5 @@ class FastPath:
         inline = total <= self._inline_keys
         if not poolable or not (inline or any_pooled):
             return None
-        return PreparedLookup(self._tier, self._meter, parts, names, inline=inline)
+        stored = request.stored_rows
+        return PreparedLookup(self._tier, self._meter, parts, names, inline=inline, stored=stored)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hps.lookup.base import Feature
-from hps.lookup.pooling import is_pooled, pool
+from hps.lookup.pooling import gives_narrow_rows, is_pooled, pool
 from hps.native import dedup
 from hps.observability.meters import Answers
 from hps.tiers.base import FetchContext, Part
@@ -119,6 +119,7 @@ class FullLookupJob(LookupJob):
         profiled = request.origin is not None and request.origin.is_profiled
         pooled_rows = timed_total(pool, "pooling") if profiled else pool
         result = LookupResult({}, degraded=self.degraded)
+        result.stored_rows = self._can_answer_stored_rows()
         sources = []
         for keys_of_table in self.table_keys:
             part, inverse = keys_of_table.part, keys_of_table.inverse
@@ -133,12 +134,12 @@ class FullLookupJob(LookupJob):
             start = 0
             for feature, keys in zip(keys_of_table.features, keys_of_table.keys, strict=True):
                 span = slice(start, start + len(keys.keys))
-                rows = vectors_of_part if whole else vectors_of_part[span]
+                stored = result.stored_rows and gives_narrow_rows(part.table, feature.pooling, keys)
+                every, dtype = (part.out, None) if stored else (vectors_of_part, part.table.dtype)
+                rows = every if whole else every[span]
                 numbers = None if inverse is None else inverse[span]
                 target = request.out.get(feature.name) if request.out else None
-                vectors = pooled_rows(
-                    rows, keys, feature.pooling, numbers, target, dtype=part.table.dtype
-                )
+                vectors = pooled_rows(rows, keys, feature.pooling, numbers, target, dtype=dtype)
                 result.vectors[feature.name] = _put(target, vectors)
                 if request.want_source:
                     _report_sources(result, feature.name, keys_of_table, span)
@@ -146,6 +147,13 @@ class FullLookupJob(LookupJob):
         if list(result.vectors) != list(request.features):
             result.vectors = {name: result.vectors[name] for name in request.features}
         return result, sources
+
+    def _can_answer_stored_rows(self) -> bool:
+        """True if rows of narrow formats are requested as stored, and none of them is the default."""
+        if not self.request.stored_rows or self.request.out:
+            return False
+        parts = [part for part in self.parts if not part.table.row_format.is_plain]
+        return all(_DEFAULT not in part.source.tobytes() for part in parts)
 
 
 def with_defaults(part: Part, codes: bytes, *, dtype: Any = None) -> tuple[VectorArray, bool]:

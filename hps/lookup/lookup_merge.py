@@ -26,10 +26,11 @@ def merge_key(request: LookupRequest) -> Hashable | None:
         return None
     if request.by_table:
         plain = all(keys.offsets is None and keys.weights is None for keys in features.values())
-        return "by table" if plain else None
+        return ("by table", request.stored_rows) if plain else None
     if len({keys.batch for keys in features.values()}) != 1:
         return None
-    return tuple((name, keys.hotness, keys.weights is not None) for name, keys in features.items())
+    form = [(name, keys.hotness, keys.weights is not None) for name, keys in features.items()]
+    return (request.stored_rows, *form)
 
 
 def check_mergeable(request: LookupRequest, features: Mapping[str, Feature]) -> LookupRequest:
@@ -81,12 +82,13 @@ class MergedLookup:
             self._slices[name] = _FeatureShares(requesters, spans[rows], spans[key_counts])
         deadlines = [each.deadline for each in requests]
         latest = None if None in deadlines else max(d for d in deadlines if d is not None)
-        self.request = LookupRequest(merged, latest, want_source, None, by_table, origin)
+        stored = requests[0].stored_rows
+        self.request = LookupRequest(merged, latest, want_source, None, by_table, origin, stored)
 
     def split(self, result: LookupResult) -> list[LookupResult]:
         """Return each request's result: slices of the arrays of ``result``."""
         answers = [
-            LookupResult({}, {}, {}, report.defaulted, result.degraded, result.stale_s)
+            replace(result, vectors={}, sources={}, versions={}, defaulted=report.defaulted)
             for report in self.split_sources(result.sources)
         ]
         for name, slices in self._slices.items():

@@ -52,13 +52,14 @@ class PartialHit:
     """A request that memory answered except for some rows.
 
     ``tables``: those with missing rows; ``answers``: of all tables, as if no row were missing;
-    ``vectors``: by feature; `PartialHitJob` completes them in place."""
+    ``vectors``: by feature; `PartialHitJob` completes them in place. ``stored_rows``: see `LookupResult`."""
 
     tier: FusedLookup
     tables: Sequence[TablePartialHit]
     answers: Answers
     vectors: dict[str, VectorArray]
     started: float
+    stored_rows: bool = False
 
 
 class PartialHitJob(LookupJob):
@@ -81,6 +82,7 @@ class PartialHitJob(LookupJob):
 
     def answer(self) -> tuple[LookupResult, Answers] | None:
         result = LookupResult(self._hit.vectors, degraded=self.degraded)
+        result.stored_rows = self._hit.stored_rows
         answers = list(self._hit.answers)
         for table_hit, part, inverse in zip(
             self._hit.tables, self.parts, self._inverses, strict=True

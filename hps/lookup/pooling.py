@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hps.native import pool_rows, twin_pool
 from hps.tiers.base import POOLED_DTYPES
-from hps.types import IndexArray, JaggedKeys, Pooling, VectorArray
+from hps.types import EmbeddingTable, IndexArray, JaggedKeys, Pooling, VectorArray
 
 Floats = NDArray[np.float32]
 
@@ -50,6 +50,11 @@ def pool(
 def is_pooled(pooling: Pooling, keys: JaggedKeys) -> bool:
     """True if vectors are pooled from rows, instead of being rows."""
     return pooling != "none" and (keys.weights is not None or keys.hotness != 1)
+
+
+def gives_narrow_rows(table: EmbeddingTable, pooling: Pooling, keys: JaggedKeys) -> bool:
+    """True if the vectors of ``keys`` are rows of a narrow format, which may be returned as stored."""
+    return not table.row_format.is_plain and not is_pooled(pooling, keys)
 
 
 def divisors(keys: JaggedKeys) -> Floats:

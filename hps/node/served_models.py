@@ -103,17 +103,20 @@ class OpenModels:
         want_source: bool = False,
         timeout_s: float | None = None,
         parameters: Mapping[str, Any] | None = None,
+        stored_rows: bool = False,
     ) -> LookupResult:
         """The vectors of ``features``: any of the model's features, or tables with ``by_table``.
 
         ``version``: a served version's number or label; None: the current one, or that of the model's traffic
         rule, for which ``parameters`` has the values of request parameters and headers.
         ``out``: arrays that are written in place: NumPy arrays, or writable tensors on the host with
-        ``__dlpack__``, C-contiguous, of the table's dtype and the result's shape."""
+        ``__dlpack__``, C-contiguous, of the table's dtype and the result's shape. ``stored_rows``: rows of
+        narrow formats that are not pooled are returned as they are stored, if `LookupResult.stored_rows`."""
         into = None if out is None else output_arrays(out)
         served = self._choose(model, version, (features,), parameters)
+        keys, deadline = served.keys(features, by_table), deadline_in(timeout_s)
         request = LookupRequest(
-            served.keys(features, by_table), deadline_in(timeout_s), want_source, into, by_table
+            keys, deadline, want_source, into, by_table, stored_rows=stored_rows
         )
         served.freshness.require()
         return served.freshness.mark(served.engine.lookup(request))

@@ -9,7 +9,9 @@ import pytest
 import hps
 from hps.config.model_schema import ModelSpec
 from hps.config.server_settings import GrpcSettings, ServerSettings
+from hps.lookup.remote.lookup_codec import LookupRequestTemplate
 from hps.models.version_writer import write_version
+from hps.row_format import row_format
 from hps.tiers.stored_rows import to_rows, to_vectors
 from hps.types import EmbeddingTable
 from services.frontend.auth import Authorizer
@@ -66,7 +68,15 @@ def check(process):
         np.testing.assert_array_equal(answers[f"{name}_bag"][0], bag)
 
 
-def test_front_ends_answer_the_vectors_of_their_nodes(models, tmp_path):
+def test_front_ends_answer_the_vectors_of_their_nodes(models, tmp_path, monkeypatch):
+    responses = []
+    result = LookupRequestTemplate.result
+
+    def recorded(self, response):
+        responses.append(response)
+        return result(self, response)
+
+    monkeypatch.setattr(LookupRequestTemplate, "result", recorded)
     front = tmp_path / "front"
     shutil.copytree(models, front, ignore=shutil.ignore_patterns("tables"))
     with hps.open(settings(models, tmp_path)) as node:
@@ -81,6 +91,20 @@ def test_front_ends_answer_the_vectors_of_their_nodes(models, tmp_path):
             }
             with hps.connect(config) as connected:
                 check(connected)
+                assert not responses[-1].stored_rows  # a default is among them
+                keys = np.array([3, 1, 7])
+                for features in ({"int8": keys}, dict.fromkeys(FORMATS, keys)):
+                    for want_source in (False, True):
+                        found = connected.lookup("m", features, want_source=want_source)
+                        for name in features:
+                            rows = expected(name)[0][[0, 1, 3]]
+                            np.testing.assert_array_equal(found.vectors[name], rows)
+                        size = sum(row_format(name).row_bytes(DIM) for name in features)
+                        assert responses[-1].stored_rows
+                        assert len(responses[-1].vectors) == 3 * size
+                found = connected.lookup("m", {"int8": keys}, by_table=True)
+                np.testing.assert_array_equal(found.vectors["int8"], expected("int8")[0][[0, 1, 3]])
+                assert len(responses[-1].vectors) == 3 * (DIM + 4)
         finally:
             port.stop(force=True)
             port.join()

@@ -180,15 +180,14 @@ class LookupService:
                 start = partial(parser.prepared, keys, deadline)
             else:
                 inference.features = features = parser.features(request, keys)
-                lookup_request = LookupRequest(
-                    features, deadline, parser.report, None, parser.by_table, origin
-                )
+                lookup_request = parser.request(features, deadline, origin)
                 # A profile covers its own request alone, so it bypasses batching.
                 engine = entry.lookup if profile is None else entry.served.engine
                 start = partial(engine.submit, lookup_request)
             inference.future = entry.endpoint.admit(start, len(message), deadline)
             shadow = None if parser.names_version else entry.shadow
-            if shadow is not None and shadow.takes():
+            # Rows as they are stored can't be compared as numbers.
+            if shadow is not None and not parser.stored_rows and shadow.takes():
                 with suppress(HpsError):  # the live request goes on
                     self._mirror(shadow, inference, request, len(message))
         except Exception as error:

@@ -18,6 +18,7 @@ from hps.lookup.base import PreparedSubmit
 from hps.node.traffic_split import ValueOf, input_text
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
+from hps.tracing import RequestContext
 from hps.types import JaggedKeys, KeyArray, LookupRequest, LookupResult
 from hps.v1 import lookup_pb2 as pb
 from services.frontend import request_errors as faults
@@ -52,6 +53,7 @@ class LookupRequestParser:
         """
         self.entry = entry
         self.report, self.by_table = asked.report, asked.by_table
+        self.stored_rows: bool = asked.stored_rows
         self.observe = metrics.histogram(
             m.REQUEST_SECONDS, "grpc", "lookup", entry.name, entry.version, "OK"
         ).observe
@@ -74,7 +76,8 @@ class LookupRequestParser:
         """Samples, for statistics; keys by table count as one sample."""
         if self.by_table and self._names:
             self.batch = 1
-        self._head = self._encode_head(LookupResult({}), 0)
+        plain, stored = LookupResult({}), LookupResult({}, stored_rows=True)
+        self._heads = self._encode_head(plain, 0), self._encode_head(stored, 0)
 
     def _name(self, declared: Any) -> _NamedKeys:
         """Assign the next slices of the numbers to a name; names are in order."""
@@ -105,7 +108,7 @@ class LookupRequestParser:
             return
         keys = np.zeros(self._keys, _INT64)
         features = {each.name: JaggedKeys(keys[each.keys], each.batch) for each in self._names}
-        request = LookupRequest(features, None, self.report, by_table=self.by_table)
+        request = self.request(features, None)
         self.prepared = self.entry.lookup.prepare(request)
 
     def first_key(self, request: Any, name: str) -> str | None:
@@ -135,10 +138,22 @@ class LookupRequestParser:
             for each, mine in zip(self._names, keys, strict=True)
         }
 
+    def request(
+        self,
+        features: dict[str, JaggedKeys],
+        deadline: float | None,
+        origin: RequestContext | None = None,
+    ) -> LookupRequest:
+        """Return the lookup of ``features``."""
+        return LookupRequest(
+            features, deadline, self.report, None, self.by_table, origin, self.stored_rows
+        )
+
     def answer(self, result: LookupResult, stale_s: int) -> bytes:
         """Return the encoded ``LookupResponse`` with ``result``."""
         is_plain = not (result.defaulted or result.degraded or stale_s)
-        pieces: list[Any] = [self._head if is_plain else self._encode_head(result, stale_s)]
+        head = self._heads[result.stored_rows] if is_plain else self._encode_head(result, stale_s)
+        pieces: list[Any] = [head]
         names = [each.name for each in self._names]
         if self.report:
             sources = b"".join([result.sources[name].tobytes() for name in names])
@@ -155,6 +170,7 @@ class LookupRequestParser:
             defaulted=result.defaulted,
             degraded=result.degraded,
             stale_s=stale_s,
+            stored_rows=result.stored_rows,
         )
         packed: bytes = head.SerializeToString()
         return packed

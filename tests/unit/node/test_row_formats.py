@@ -1,11 +1,14 @@
 """Nodes whose tables store narrow rows: the same vectors from every tier, and after every kind of change."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import hps
 from hps.config.model_schema import ModelSpec
 from hps.errors import BadRequest, ConfigError, ModelError
+from hps.lookup.lookup_merge import merge_key
 from hps.models.compaction import compact_version
 from hps.models.loader import load_tables
 from hps.models.repository import Repository
@@ -238,3 +241,41 @@ def test_the_layout_of_hps_takes_no_narrow_rows(tmp_path, open_node):
     publish(tmp_path / "models", "int8", mapped=False)
     with pytest.raises(ConfigError, match=r"rows of int8, which the layout 'hps' can't hold"):
         open_node(rocksdb={"path": str(tmp_path / "db"), "layout": "hps"})
+
+
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("want_source", [False, True])
+def test_rows_are_returned_as_they_are_stored(tmp_path, open_node, warm, want_source):
+    publish(tmp_path / "models", "int8")
+    node = open_node(mapped={"memory_bytes": 0}, warm=warm)
+    table = node.model("m").tables["items"]
+    keys = np.array([4, 9, 4, 2])
+    features = {"item": keys, "bag": keys[:, None], "mean": np.stack([keys, keys], 1)}
+    found = node.lookup("m", features, stored_rows=True, want_source=want_source)
+    assert found.stored_rows
+    rows = to_rows(table, vectors_of(keys))
+    assert found.vectors["item"].tobytes() == rows.tobytes()
+    assert found.vectors["bag"].tobytes() == rows.tobytes()  # sums of one key
+    np.testing.assert_array_equal(found.vectors["mean"], to_vectors(table, rows))
+    assert ("item" in found.sources) == want_source
+    by_table = node.lookup("m", {"items": keys}, by_table=True, stored_rows=True)
+    assert by_table.vectors["items"].tobytes() == rows.tobytes()
+
+
+def test_a_default_among_rows_is_returned_as_a_vector(tmp_path, open_node):
+    publish(tmp_path / "models", "int8")
+    node = open_node()
+    keys = np.array([4, ROWS + 1])
+    found = node.lookup("m", {"item": keys}, stored_rows=True)
+    assert not found.stored_rows
+    assert found.defaulted == 1
+    expected = stored("int8", vectors_of([4]))[0], np.full(DIM, DEFAULT, np.float32)
+    np.testing.assert_array_equal(found.vectors["item"], expected)
+
+
+def test_requests_for_rows_and_for_vectors_are_not_merged(tmp_path):
+    keys = JaggedKeys.dense(np.arange(3))
+    one = LookupRequest({"item": keys})
+    other = LookupRequest({"item": keys}, stored_rows=True)
+    assert merge_key(one) != merge_key(other)
+    assert merge_key(replace(one, by_table=True)) != merge_key(replace(other, by_table=True))
