@@ -46,6 +46,8 @@ class TableOverride(StrictModel):
     """CPU cache capacity as a share of this table's rows; `cache_rows` takes precedence."""
     cache_eviction: Eviction | None = None
     """The row of this table to evict from the CPU cache; null: as `tiers.cpu_cache.eviction`."""
+    cache_admit_after: int = Field(1, ge=1, le=15)
+    """A row enters the caches once it was missed so often, by an estimate that fades. 1: at once."""
     gpu_rows: int | None = Field(None, ge=0)
     """GPU cache capacity of this table, in rows; 0 keeps it out of the cache."""
     gpu_share: float | None = Field(None, gt=0, le=1)

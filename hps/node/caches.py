@@ -16,6 +16,7 @@ from hps.errors import Unavailable
 from hps.lookup.engine import Promote
 from hps.node.cache_fill import CacheFill
 from hps.node.cpu_cache_plan import (
+    admit_after,
     cache_memory,
     check_host_memory,
     eviction_of,
@@ -35,6 +36,7 @@ from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.ranking import HotKeys, MergedRanking, RankedCache
 from hps.types import EmbeddingTable, KeyArray, Progress, Source
+from hps.updates.admission import Admission
 from hps.updates.background_warmup import BackgroundWarmup
 from hps.updates.cache_warmup import CacheWarmup
 from hps.updates.cache_writer import CacheWriter
@@ -91,7 +93,8 @@ class NodeCaches:
             self._settings.updates.promote_queue_keys,
             partial(count_promotion, self._metrics, Source.CPU.name.lower()),
             self._stores.promote_missing,
-            lambda table: table in self._stores.tables,
+            self._is_served,
+            Admission(partial(admit_after, self._settings), self._capacity, self._is_served),
         )
         self._resources.callback(self._writer.close)
         if self.in_memory is not None and on_gpu is not None:
@@ -118,6 +121,12 @@ class NodeCaches:
         """Queue rows of a store for promotion. Does nothing for a table without capacity in any cache."""
         if any(cache.capacity(table) for cache in self.statuses):
             self._writer.promote(table, keys)
+
+    def _is_served(self, table: EmbeddingTable) -> bool:
+        return table in self._stores.tables
+
+    def _capacity(self, table: EmbeddingTable) -> int:
+        return max((cache.capacity(table) or 0 for cache in self.statuses), default=0)
 
     @property
     def promote_to_gpu(self) -> Promote:

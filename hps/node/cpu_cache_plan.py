@@ -121,6 +121,11 @@ def eviction_of(settings: Settings, table: EmbeddingTable) -> Eviction | None:
     return _override(settings, table).cache_eviction
 
 
+def admit_after(settings: Settings, table: EmbeddingTable) -> int:
+    """The misses after which a row of ``table`` enters the caches."""
+    return _override(settings, table).cache_admit_after
+
+
 def _override(settings: Settings, table: EmbeddingTable) -> TableOverride:
     override = (settings.models.serve or {}).get(table.model) or ModelOverride()
     return override.tables.get(table.name) or TableOverride()

@@ -256,7 +256,8 @@ _TIERS = (
         "counter",
         ("tier", "result"),
         "Promotions of keys into a tier; result=inserted, gone (no store has them any more), degraded (a "
-        "store was unavailable), dropped (the queue was full), failed.",
+        "store was unavailable), dropped (the queue was full), not_admitted (missed too rarely: "
+        "`cache_admit_after`), failed.",
     ),
     MetricSpec(m.PROMOTE_QUEUE, "gauge", ("tier",), "Keys waiting to be copied into a tier."),
     MetricSpec(

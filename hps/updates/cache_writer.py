@@ -35,6 +35,7 @@ from hps.native import dedup
 from hps.threads import run_into
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.types import EmbeddingTable, IndexArray, KeyArray, VectorArray, VersionArray
+from hps.updates.admission import Admission
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,7 +46,7 @@ SLICE_KEYS = 1_024
 _LOG_EVERY_S = 5.0
 
 Count = Callable[[str, int], None]
-"""``count(result, keys)`` counts keys by result: inserted, gone, degraded, dropped or failed."""
+"""``count(result, keys)`` counts keys by result, see `PROMOTIONS` in hps/observability/metric_table.py."""
 MissingAbove = Callable[[EmbeddingTable, KeyArray], None]
 """``on_missing_above(table, keys)`` is called with keys that only the last store has."""
 
@@ -80,8 +81,8 @@ class CacheWriter:
     """Writes ``caches``; promotes rows from ``sources``, the single stores below.
 
     At most ``queue_keys`` keys are queued for promotion; more are dropped and counted.
-    ``on_missing_above`` must not block. Tables for which ``is_served`` is false are not promoted: the stores
-    do not have them any more.
+    ``on_missing_above`` must not block. ``admission`` chooses the keys to promote. Tables for which
+    ``is_served`` is false are not promoted: the stores do not have them any more.
 
     Keys of tables with 32-bit keys are narrowed here. Any thread may call any method."""
 
@@ -93,8 +94,10 @@ class CacheWriter:
         count: Count = lambda _result, _keys: None,
         on_missing_above: MissingAbove = lambda _table, _keys: None,
         is_served: Callable[[EmbeddingTable], bool] = lambda _table: True,
+        admission: Admission | None = None,
     ) -> None:
         self._caches = caches
+        self._admission = admission
         self._is_served = is_served
         self._sources = sources
         self.queue_keys = queue_keys
@@ -229,16 +232,27 @@ class CacheWriter:
     def _promote_all(self, promotions: list[_Promotion]) -> Iterator[int]:
         """Promote slice by slice and let changes overtake; yields the number of queued keys finished."""
         refused = False
-        for table, keys, queued in _slices(promotions):
+        for table, every, queued, times in _slices(promotions):
             if self._closed:
                 return
+            keys = self._admitted(table, every, times)
             if refused:
                 self._count("failed", len(keys))
-            else:
+            elif len(keys):
                 refused = not self._promote_slice(table, keys, self._caches)
             yield queued
             while change := self._next_change():
                 run_into(change.done, change.work)
+
+    def _admitted(self, table: EmbeddingTable, keys: KeyArray, times: IndexArray) -> KeyArray:
+        if self._admission is None:
+            return keys
+        admitted = self._admission.admitted(table, keys, times)
+        if admitted is None:
+            return keys
+        if left := int(np.count_nonzero(~admitted)):
+            self._count("not_admitted", left)
+        return keys[admitted]
 
     def _next(self) -> _CacheChange | list[_Promotion] | None:
         """The next change, or else all queued promotions; None once closed."""
@@ -336,18 +350,22 @@ class CacheWriter:
         return newest, skipped
 
 
-def _slices(promotions: list[_Promotion]) -> Iterator[tuple[EmbeddingTable, KeyArray, int]]:
+def _slices(
+    promotions: list[_Promotion],
+) -> Iterator[tuple[EmbeddingTable, KeyArray, int, IndexArray]]:
     """Split the keys by table, each key once, into slices of ``SLICE_KEYS``.
 
-    With each slice comes the number of queued keys that it finishes, repeated keys included."""
+    With each slice come the number of queued keys that it finishes, repeated keys included, and how often
+    each of its keys was queued."""
     chosen: dict[EmbeddingTable, list[KeyArray]] = {}
     for job in promotions:
         chosen.setdefault(job.table, []).append(job.keys)
     for table, queued in chosen.items():
         every = np.concatenate(queued)
-        keys = dedup(every)[0]
+        keys, numbers = dedup(every)
+        times = np.bincount(numbers, minlength=len(keys))
         repeated = len(every) - len(keys)
         for start in range(0, len(keys), SLICE_KEYS):
             part = keys[start : start + SLICE_KEYS]
-            yield table, part, len(part) + repeated
+            yield table, part, len(part) + repeated, times[start : start + SLICE_KEYS]
             repeated = 0
