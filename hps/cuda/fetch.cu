@@ -7,7 +7,7 @@
 // them a key: a warp works on 32 / T keys together. A part begins at a block, so that all keys of a
 // block are of one part. Any number of fetches and one writer may run in parallel (README.md).
 // Twin: twin.py TwinTable.fetch.
-#include "hash_table.cuh"
+#include "search.cuh"
 
 struct FetchPart {
   char* lines;
@@ -112,31 +112,8 @@ __device__ __forceinline__ u32 window_of(const FetchArgs& a, const FetchPart& p,
   return row < p.on_device ? 0 : (u32)(((u64)(row - p.on_device) * p.stride) >> a.window_shift);
 }
 
-constexpr u32 WARP = 0xffffffffu;  // all lanes
-
-template <bool KEEP>
-__device__ __forceinline__ Slot load_slot(const char* at) {
-  return KEEP ? load_slot_kept(at, keep_policy()) : load_slot(at);
-}
-
 // The bits of a word that hide its row from this part.
 __device__ __forceinline__ u32 hidden_of(const FetchPart& p) { return p.code & 0xffff0000u; }
-
-// The keys of a warp, one a lane; lanes from KEYS on have no key.
-struct Query {
-  u64 key;
-  u32 home;
-  u32 word;   // of the slot that was found; EMPTY: none yet
-  bool open;  // still searched
-};
-
-// A key that a warp searches outside its home half, and what this lane has read for it: a slot of
-// `half` and, in the first four of eight lanes, one of `last`.
-struct Rest {
-  u64 key;
-  u32 half, last;
-  Slot one, two;
-};
 
 // A hit counts as a use unless it is a tombstone that the answer does not include.
 template <int FORM>
@@ -144,73 +121,6 @@ __device__ __forceinline__ bool is_use(const FetchPart& p, u32 word) {
   if (!(word & TOMBSTONE)) return true;
   return FORM == TIER &&
          __ldcg(p.row_versions + (word & row_mask(hidden_of(p)))) >= p.oldest_tombstone;
-}
-
-template <int FORM, bool STAMP>
-__device__ __forceinline__ void stamp(const FetchPart& p, u32 half, int rank, const Slot& slot) {
-  if (STAMP && is_use<FORM>(p, slot.word))
-    stamp_slot(slot_at(p.lines, half, rank), slot.score, p.now, p.policy);
-}
-
-// Searches the home halves of the warp's `count` keys: four lanes read the half of a key, all loads
-// before the first comparison.
-template <int KEYS, int FORM, bool STAMP, bool KEEP>
-__device__ __forceinline__ void search_homes(const FetchPart& p, Query& q, u32 count) {
-  const int lane = threadIdx.x & 31, rank = lane & (HALF - 1), mine = 4 * (lane & 7);
-  Slot slot[KEYS / 8];
-  u32 home[KEYS / 8];
-#pragma unroll
-  for (int r = 0; r < KEYS / 8; r++) {
-    home[r] = __shfl_sync(WARP, q.home, 8 * r + lane / HALF);
-    slot[r] = load_slot<KEEP>(slot_at(p.lines, home[r], rank));
-  }
-#pragma unroll
-  for (int r = 0; r < KEYS / 8; r++) {
-    const u64 key = __shfl_sync(WARP, q.key, 8 * r + lane / HALF);
-    const bool hit = holds(slot[r], key, hidden_of(p)) && 8 * r + lane / HALF < count;
-    const u32 hits = __ballot_sync(WARP, hit) >> mine & 15;
-    const u32 word = __shfl_sync(WARP, slot[r].word, (mine + __ffs(hits) - 1) & 31);
-    if (q.open && hits && lane / 8 == r) q.word = word, q.open = false;
-    if (hit) stamp<FORM, STAMP>(p, home[r], rank, slot[r]);
-  }
-}
-
-// Loads the slots outside the home half of the first four keys of `todo`, eight lanes each.
-template <bool KEEP>
-__device__ __forceinline__ Rest load_rest(const FetchPart& p, const Query& q, u32 todo) {
-  const int lane = threadIdx.x & 31, rank = lane & 7;
-  for (int before = lane / 8; before > 0; before--) todo &= todo - 1;
-  const int owner = (__ffs(todo) - 1) & 31;
-  Rest rest = {__shfl_sync(WARP, q.key, owner), 0, 0, {0, EMPTY, 0}, {0, EMPTY, 0}};
-  const u32 home = __shfl_sync(WARP, q.home, owner);
-  const u32 second = second_half(mix(rest.key), p.buckets, home);
-  rest.half = rank < HALF ? home ^ 1 : second;
-  rest.last = second + 1;
-  if (todo) {
-    rest.one = load_slot<KEEP>(slot_at(p.lines, rest.half, rank & (HALF - 1)));
-    if (rank < HALF) rest.two = load_slot<KEEP>(slot_at(p.lines, rest.last, rank));
-  }
-  return rest;
-}
-
-// Searches the other half and the second bucket of the open keys, four keys at a time.
-template <int FORM, bool STAMP, bool KEEP>
-__device__ __forceinline__ void search_rest(const FetchPart& p, Query& q) {
-  const int lane = threadIdx.x & 31;
-  u32 todo;
-  while ((todo = __ballot_sync(WARP, q.open))) {
-    const Rest rest = load_rest<KEEP>(p, q, todo);
-    const bool one = holds(rest.one, rest.key, hidden_of(p));
-    const bool two = holds(rest.two, rest.key, hidden_of(p));
-    const int order = __popc(todo & ((1u << lane) - 1));  // the key's among the open ones
-    const u32 all = __ballot_sync(WARP, one || two), hits = order < 4 ? all >> 8 * order & 255 : 0;
-    const u32 word =
-        __shfl_sync(WARP, two ? rest.two.word : rest.one.word, (8 * order + __ffs(hits) - 1) & 31);
-    if (q.open && hits) q.word = word;
-    if (order < 4) q.open = false;
-    if (one) stamp<FORM, STAMP>(p, rest.half, lane & (HALF - 1), rest.one);
-    if (two) stamp<FORM, STAMP>(p, rest.last, lane & (HALF - 1), rest.two);
-  }
 }
 
 // As measured to be fastest: two 16-byte units a thread of rows from 128 bytes on, two rows at
@@ -271,10 +181,39 @@ __device__ __forceinline__ void copy_any_rows(const FetchPart& p, u32 row, u32 a
   }
 }
 
-// UNITS: the 16-byte units of every row, or 0 if rows differ or have another size.
+// The same for rows of WORDS 4-byte words, one more than a power of two: those of scaled formats.
+// Each thread copies a word of a row at a time; the last words of all rows are copied by a lane
+// each.
+template <int KEYS, int WORDS>
+__device__ __forceinline__ void copy_words(const FetchPart& p, u32 row, u32 at) {
+  constexpr int T = WORDS - 1, STEP = 32 / T;
+  constexpr int AT_ONCE = KEYS / STEP < 8 ? KEYS / STEP : 8;
+  const int lane = threadIdx.x & 31, rank = lane % T;
+  u32 tail = 0;
+  if (row != NO_ROW) tail = __ldg((const u32*)row_at(p, row, p.stride) + T);
+#pragma unroll 1
+  for (int first = 0; first < KEYS; first += STEP * AT_ONCE) {
+    u32 value[AT_ONCE], number[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+      number[k] = __shfl_sync(WARP, row, first + k * STEP + lane / T);
+      if (number[k] != NO_ROW) value[k] = __ldg((const u32*)row_at(p, number[k], p.stride) + rank);
+    }
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+      const size_t place = __shfl_sync(WARP, at, first + k * STEP + lane / T);
+      if (number[k] != NO_ROW) __stcs((u32*)p.out + place * WORDS + rank, value[k]);
+    }
+  }
+  if (row != NO_ROW) __stcs((u32*)p.out + (size_t)at * WORDS + T, tail);
+}
+
+// UNITS: the units of every row, 16 bytes or 4 each, or 0 if rows differ or have another size.
 template <int KEYS, int UNIT, int UNITS>
 __device__ __forceinline__ void copy(const FetchPart& p, u32 row, u32 at) {
-  if constexpr (UNITS > 0)
+  if constexpr (UNITS > 0 && UNIT == 4)
+    copy_words<KEYS, UNITS>(p, row, at);
+  else if constexpr (UNITS > 0)
     copy_rows<KEYS, UNITS>(p, row, at);
   else
     copy_any_rows<KEYS, UNIT>(p, row, at);
@@ -318,8 +257,8 @@ __device__ __forceinline__ void fetch_keys(const FetchArgs& a, const FetchPart& 
     q.key = __ldcs(p.keys + at);
     q.home = home_half(mix(q.key), p.buckets);
   }
-  search_homes<KEYS, FORM, STAMP, is_kept(UNITS)>(p, q, p.n - first);
-  search_rest<FORM, STAMP, is_kept(UNITS)>(p, q);
+  search_homes<KEYS, FORM, STAMP, is_kept(UNIT == 16 ? UNITS : 0)>(p, q, p.n - first);
+  search_rest<FORM, STAMP, is_kept(UNIT == 16 ? UNITS : 0)>(p, q);
 #ifdef HPS_SLOW_READS
   if (is_slow(mix(q.key))) __nanosleep(HPS_SLOW_READS);
 #endif

@@ -225,3 +225,7 @@ template <>
 struct Unit<2> {
   typedef unsigned short type;
 };
+template <>
+struct Unit<1> {
+  typedef u8 type;
+};

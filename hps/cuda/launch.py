@@ -69,7 +69,7 @@ POOL_PART = np.dtype(
         *((name, np.uint64) for name in ("weights", "out")),
         *((name, np.uint32) for name in ("buckets", "stride", "dim", "on_device", "bags")),
         *((name, np.uint32) for name in ("hotness", "first_block", "now", "policy", "mean")),
-        *((name, np.uint32) for name in ("half", "hidden")),
+        *((name, np.uint32) for name in ("half", "hidden", "format", "each")),
     ],
     align=True,
 )
@@ -88,6 +88,7 @@ BAGS_PART = np.dtype(
             for name in ("rows", "source", "fallback", "offsets", "weights", "out")
         ),
         *((name, np.uint32) for name in ("dim", "bags", "hotness", "first_block", "mean", "half")),
+        *((name, np.uint32) for name in ("format", "row_bytes")),
     ],
     align=True,
 )
@@ -151,27 +152,30 @@ several tables."""
 WRITE_TILE = 4
 MANY_KEYS = 1 << 17
 """So many keys fill the device also with two threads each."""
+_SHORT_ROW = 132
+_UNROLLED = {16: (2, 4, 8, 16, 32), 4: (9, 17, 33)}
+"""Units of rows that are copied without a loop, by their bytes. Those of 4 bytes are of dim 32 to 128 in
+formats with a scale."""
 
 
 def unit_of(sizes: int) -> int:
-    """Return the bytes that a thread moves at a time: 16, 4 or 2, the largest that divides ``sizes``.
+    """Return the bytes that a thread moves at a time: 16, 4, 2 or 1, the largest that divides ``sizes``.
 
     ``sizes``: all sizes and addresses, combined by bitwise or."""
-    return 4 if sizes & 15 and not sizes & 3 else 2 if sizes & 3 else 16
+    return 1 if sizes & 1 else 2 if sizes & 3 else 4 if sizes & 15 else 16
 
 
 def tile_of(row_bytes: int, keys: int) -> int:
     """Return the threads per key, as measured to be fastest; see README.md.
 
     A warp fetches 16 keys together, or 8, so that a small batch has enough warps."""
-    return 2 if row_bytes <= 128 and keys >= MANY_KEYS else 4
+    return 2 if row_bytes <= _SHORT_ROW and keys >= MANY_KEYS else 4
 
 
 def units_of(row_bytes: int, unit: int) -> int:
-    """Return the units of 16 bytes of a row that kernels copy without a loop; 0 if they need one."""
-    units, rest = divmod(row_bytes, 16)
-    fits = rest == 0 and units in (2, 4, 8, 16, 32) and unit == 16
-    return units if fits else 0
+    """Return the units of a row, 16 bytes or 4 each, that kernels copy without a loop; 0 if they need one."""
+    units, rest = divmod(row_bytes, unit)
+    return units if not rest and units in _UNROLLED.get(unit, ()) else 0
 
 
 def fetch_name(tile: int, unit: int, units: int, form: int, *, stamp: bool, sweep: bool) -> str:

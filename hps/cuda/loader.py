@@ -35,6 +35,7 @@ FILES = {
     "gather_kernel": "scan.cu",
     "pool_kernel": "pool.cu",
     "pool_rows_kernel": "pool.cu",
+    "pool_warp_kernel": "pool_warp.cu",
     "scatter_kernel": "scatter.cu",
     "place_kernel": "scatter.cu",
 }

@@ -9,78 +9,51 @@
 // Launch: BLOCK threads; a tile of T threads works on a bag, UNIT values each at a time; a part
 // begins at a block. Any number of fetches and one writer may run in parallel (README.md).
 // Reference: hps/lookup/pooling.py.
-#include "hash_table.cuh"
-
-struct PoolPart {
-  char* lines;
-  const char* rows;
-  const char* host_rows;
-  const u64* keys;
-  const i64* offsets;
-  const float* weights;
-  char* out;
-  u32 buckets;
-  u32 stride;
-  u32 dim;
-  u32 on_device;
-  u32 bags;
-  u32 hotness;
-  u32 first_block;
-  u32 now;
-  u32 policy;
-  u32 mean;    // else the sum
-  u32 half;    // float16, else float32
-  u32 hidden;  // see row_mask
-};
-
-constexpr int PARTS = 32;
-
-struct PoolArgs {
-  u32* missing;
-  u32* done;    // (1,) the number of blocks that have ended
-  u32* result;  // in host memory: receives missing, which is reset to zero
-  u32 parts;
-  u32 unused;
-  PoolPart part[PARTS];
-};
-
-static_assert(sizeof(PoolPart) == 104, "must equal launch.POOL_PART");
-static_assert(sizeof(PoolArgs) == 32 + PARTS * 104, "must equal launch.POOL_ARGS");
+#include "pool.cuh"
 
 template <int UNIT>
 struct Values {
   float of[UNIT];
 };
 
-__device__ __forceinline__ float widen(u32 half) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)half));
-  return value;
-}
-
-__device__ __forceinline__ unsigned short narrow(float value) {
-  unsigned short half;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
-  return half;
+// Loads UNIT values of a row of `dim`; UNIT is 4 only if all rows have a multiple of 4.
+template <u32 FORMAT, int UNIT>
+__device__ __forceinline__ Values<UNIT> load_stored(const char* row, u32 at, u32 dim) {
+  constexpr int BITS = value_bits(FORMAT) * UNIT;
+  Scale by = {1, 0};
+  if constexpr (is_scaled(FORMAT)) {
+    constexpr int ALIGN = UNIT == 1 ? 1 : FORMAT == INT4 ? 2 : 4;
+    by = scale_of(FORMAT, load_tail<ALIGN>(row + value_bytes(FORMAT, dim)));
+  }
+  u32 raw[(BITS + 31) / 32];
+  if constexpr (BITS < 8) {  // half a byte
+    load_words<1>(raw, row + at / 2);
+    raw[0] = raw[0] >> 4 * (at & 1) & 15;
+  } else {
+    load_words<BITS / 8>(raw, row + at * (BITS / 8));
+  }
+  Values<UNIT> values;
+#pragma unroll
+  for (int k = 0; k < UNIT; k++) values.of[k] = value_of(FORMAT, raw, k, by);
+  return values;
 }
 
 template <int UNIT>
-__device__ __forceinline__ Values<UNIT> load_values(const char* row, u32 at, bool half) {
-  Values<UNIT> values;
-  if (UNIT == 4 && half) {
-    const uint2 raw = __ldg((const uint2*)row + at);
-    values.of[0] = widen(raw.x), values.of[1 % UNIT] = widen(raw.x >> 16);
-    values.of[2 % UNIT] = widen(raw.y), values.of[3 % UNIT] = widen(raw.y >> 16);
-  } else if (UNIT == 4) {
-    const float4 raw = __ldg((const float4*)row + at);
-    values.of[0] = raw.x, values.of[1 % UNIT] = raw.y;
-    values.of[2 % UNIT] = raw.z, values.of[3 % UNIT] = raw.w;
-  } else if (half) {
-    values.of[0] = widen(__ldg((const unsigned short*)row + at));
-  } else {
-    values.of[0] = __ldg((const float*)row + at);
+__device__ __forceinline__ Values<UNIT> load_values(const char* row, u32 at, u32 dim, u32 format) {
+  switch (format) {
+    case FLOAT32:
+      return load_stored<FLOAT32, UNIT>(row, at, dim);
+    case FLOAT16:
+      return load_stored<FLOAT16, UNIT>(row, at, dim);
+    case BFLOAT16:
+      return load_stored<BFLOAT16, UNIT>(row, at, dim);
+    case FLOAT8:
+      return load_stored<FLOAT8, UNIT>(row, at, dim);
+    case INT8:
+      return load_stored<INT8, UNIT>(row, at, dim);
+    default:
+      return load_stored<INT4, UNIT>(row, at, dim);
   }
-  return values;
 }
 
 template <int UNIT>
@@ -129,7 +102,7 @@ __device__ __forceinline__ u32 sum_bag(const PoolPart& p, i64 begin, i64 end, u3
     total += weight;
     if (real) {
       const char* from = row_at(p, word & row_mask(p.hidden), p.stride);
-      const Values<UNIT> row = load_values<UNIT>(from, at, p.half);
+      const Values<UNIT> row = load_values<UNIT>(from, at, p.dim, p.format);
 #pragma unroll
       for (int v = 0; v < UNIT; v++)
         sum.of[v] = __fadd_rn(sum.of[v], p.weights ? __fmul_rn(row.of[v], weight) : row.of[v]);
@@ -183,8 +156,9 @@ __global__ void __launch_bounds__(BLOCK) pool_kernel(const __grid_constant__ Poo
 
 // pool_rows_kernel: pool bags of fetched rows, all features in one launch.
 //
-// Per part: rows (n, dim) and source (n,) u8, one per key; fallback (dim,) replaces rows whose
-// source is 0; offsets, hotness, weights, mean, out, launch and reference as for pool_kernel.
+// Per part: stored rows, row_bytes each, and source (n,) u8, one per key; fallback (dim,), of out's
+// type, replaces rows whose source is 0; offsets, hotness, weights, mean, out, launch and reference
+// as for pool_kernel.
 struct BagsPart {
   const char* rows;
   const u8* source;
@@ -197,7 +171,9 @@ struct BagsPart {
   u32 hotness;
   u32 first_block;
   u32 mean;
-  u32 half;
+  u32 half;    // out and fallback are float16, else float32
+  u32 format;  // of the rows
+  u32 row_bytes;
 };
 
 struct BagsArgs {
@@ -206,21 +182,23 @@ struct BagsArgs {
   BagsPart part[PARTS];
 };
 
-static_assert(sizeof(BagsPart) == 72, "must equal launch.BAGS_PART");
-static_assert(sizeof(BagsArgs) == 8 + PARTS * 72, "must equal launch.BAGS_ARGS");
+static_assert(sizeof(BagsPart) == 80, "must equal launch.BAGS_PART");
+static_assert(sizeof(BagsArgs) == 8 + PARTS * 80, "must equal launch.BAGS_ARGS");
 
 template <int UNIT>
 __device__ __forceinline__ void pool_unit(const BagsPart& p, u32 bag, u32 at) {
   const i64 begin = p.offsets ? p.offsets[bag] : (i64)bag * p.hotness;
   const i64 end = p.offsets ? p.offsets[bag + 1] : begin + p.hotness;
-  const size_t row_bytes = (size_t)p.dim * (p.half ? 2 : 4);
+  const size_t out_bytes = (size_t)p.dim * (p.half ? 2 : 4);
   Values<UNIT> sum = all<UNIT>(begin < end ? -0.0f : 0.0f);
   float total = 0;
   for (i64 k = begin; k < end; k++) {
     const float weight = p.weights ? p.weights[k] : 1.0f;
     total += weight;
-    const char* from = p.source[k] ? p.rows + k * row_bytes : p.fallback;
-    const Values<UNIT> row = load_values<UNIT>(from, at, p.half);
+    const bool held = p.source[k];
+    const char* from = held ? p.rows + k * (size_t)p.row_bytes : p.fallback;
+    const u32 format = held ? p.format : p.half ? FLOAT16 : FLOAT32;
+    const Values<UNIT> row = load_values<UNIT>(from, at, p.dim, format);
 #pragma unroll
     for (int v = 0; v < UNIT; v++)
       sum.of[v] = __fadd_rn(sum.of[v], p.weights ? __fmul_rn(row.of[v], weight) : row.of[v]);
@@ -229,7 +207,7 @@ __device__ __forceinline__ void pool_unit(const BagsPart& p, u32 bag, u32 at) {
 #pragma unroll
     for (int v = 0; v < UNIT; v++) sum.of[v] = total == 0 ? 0 : __fdiv_rn(sum.of[v], total);
   }
-  store_values<UNIT>(p.out + bag * row_bytes, at, p.half, sum);
+  store_values<UNIT>(p.out + bag * out_bytes, at, p.half, sum);
 }
 
 template <int T, int UNIT>

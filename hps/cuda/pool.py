@@ -11,17 +11,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda.fetch import FetchWorkspace
-from hps.cuda.launch import BAGS_ARGS, PARTS, POOL_ARGS, blocks_of
+from hps.cuda.launch import BAGS_ARGS, MANY_KEYS, PARTS, POOL_ARGS, blocks_of
 from hps.cuda.loader import KernelStruct, kernel
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.staging import StagingBuffer, staging_bytes
 from hps.cuda.table import GpuTable
+from hps.row_format import RowFormat
+from hps.types import EmbeddingTable
 
-PART = struct.Struct("<7Q12I")
+PART = struct.Struct("<7Q14I")
 PARTS_AT = POOL_ARGS.fields["part"][1]  # type: ignore[index] # None for a plain dtype
-ROWS_PART = struct.Struct("<6Q6I")
+ROWS_PART = struct.Struct("<6Q8I")
 ROWS_PARTS_AT = BAGS_ARGS.fields["part"][1]  # type: ignore[index]
 _WIDEST = 32
+_WARP_DIMS = 64, 128
+_SEARCHED, _SEARCHED_OF_FEW = 32, 8
+"""Keys that a warp searches together; fewer in small batches, so that there are enough warps."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """The kernel of a pooling, and the threads of a bag, or of some bags of ``keys`` together."""
+
+    kernel: str
+    threads: int
+    keys: int = 0
+
+    @staticmethod
+    def of(tables: Sequence[EmbeddingTable], keys: int) -> PoolShape:
+        """Return the shape for ``keys`` in all of ``tables``."""
+        codes = {(table.row_format.code, table.dim) for table in tables}
+        code, dim = next(iter(codes))
+        if len(codes) == 1 and dim in _WARP_DIMS:
+            some = _SEARCHED if keys >= MANY_KEYS else _SEARCHED_OF_FEW
+            return PoolShape(f"pool_warp_kernel<{code}, {dim // 32}>", 32, some)
+        tile, unit = tile_and_unit([table.dim for table in tables])
+        return PoolShape(f"pool_kernel<{tile}, {unit}>", tile)
+
+    def each(self, hotness: int) -> int:
+        """Return the bags that the threads pool together; ``hotness``: 0 if bags differ."""
+        return max(1, self.keys // hotness) if hotness else 1
+
+    def blocks(self, bags: int, hotness: int) -> int:
+        return blocks_of(-(-bags // self.each(hotness)), self.threads)
 
 
 @dataclass(slots=True)
@@ -61,10 +93,12 @@ def _pool_some(
     staging.begin(
         sum(staging_bytes(request.keys, request.offsets, request.weights) for request in requests)
     )
-    tile, unit = tile_and_unit([request.table.table.dim for request in requests])
+    tables, keys = [r.table.table for r in requests], sum(len(r.keys) for r in requests)
+    shape = PoolShape.of(tables, keys)
     args, blocks = KernelStruct(POOL_ARGS), 0
     for index, request in enumerate(requests):
         table, bags = request.table, len(request.out)
+        hotness = 0 if request.offsets is not None else request.hotness
         buckets, stride, _, on_device = table.sizes
         lines, rows, host_rows, _ = table.pointers
         PART.pack_into(
@@ -78,12 +112,13 @@ def _pool_some(
             *(buckets, stride, table.table.dim, on_device),
             *(bags, request.hotness, blocks, table.clock.now, table.clock.stamping),
             *(request.mean, table.table.dtype == np.float16, table.hidden),
+            *(table.table.row_format.code, shape.each(hotness)),
         )
-        blocks += blocks_of(bags, tile)
+        blocks += shape.blocks(bags, hotness)
     args["parts"], args["result"] = len(requests), space.result_at
     args["missing"], args["done"] = space.counts.data.ptr, space.counts.data.ptr + 4
     staging.send(stream)
-    run = kernel(f"pool_kernel<{tile}, {unit}>")
+    run = kernel(shape.kernel)
     readers.run(stream, lambda: run.launch(blocks, args, stream.ptr))
     stream.synchronize()
     return int(space.result[0])
@@ -100,8 +135,8 @@ def tile_and_unit(dims: Sequence[int]) -> tuple[int, int]:
 class RowBags:
     """Bags of fetched rows. Other fields as in `KernelBags`.
 
-    ``rows (n, dim)`` and ``source (n,) uint8`` on the device, one per key; ``fallback (dim,)``, on the
-    host, for source 0.
+    ``rows (n, row_width)``, stored in ``row_format``, and ``source (n,) uint8`` on the device, one per key;
+    ``fallback (dim,)``, on the host and of the dtype of ``out``, for source 0.
     """
 
     rows: Any
@@ -112,6 +147,7 @@ class RowBags:
     out: Any
     hotness: int
     mean: bool
+    row_format: RowFormat
 
 
 def pool_rows(staging: StagingBuffer, stream: Any, requests: Sequence[RowBags]) -> None:
@@ -144,6 +180,8 @@ def _pool_some_rows(staging: StagingBuffer, stream: Any, requests: Sequence[RowB
                 blocks,
                 request.mean,
                 request.fallback.dtype == np.float16,
+                request.row_format.code,
+                request.row_format.row_bytes(dim),
             ),
         )
         blocks += blocks_of(bags, tile)

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from hps.cuda.launch import BAGS_ARGS, PARTS, POOL_ARGS, blocks_of
 from hps.cuda.loader import BLOCK, CudaKernel, KernelStruct, cupy, kernel
-from hps.cuda.pool import PART, PARTS_AT, ROWS_PART, ROWS_PARTS_AT, tile_and_unit
+from hps.cuda.pool import PART, PARTS_AT, ROWS_PART, ROWS_PARTS_AT, PoolShape, tile_and_unit
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.staging import StagingBuffer, padded_bytes
 from hps.cuda.table import GpuTable
+from hps.row_format import RowFormat
 
 _NOWHERE: Mapping[int, int] = {}
 
@@ -88,7 +89,9 @@ class _PoolingLaunch:
     def __init__(self, parts: Sequence[tuple[FixedBags, int]]) -> None:
         cp = cupy()
         self._tables = [request.table for request, _ in parts]
-        tile, unit = tile_and_unit([table.table.dim for table in self._tables])
+        shape = PoolShape.of(
+            [table.table for table in self._tables], sum(request.n for request, _ in parts)
+        )
         self._args, self._blocks = KernelStruct(POOL_ARGS), 0
         for index, (request, keys_at) in enumerate(parts):
             table, bags = request.table, request.n // request.hotness
@@ -101,8 +104,9 @@ class _PoolingLaunch:
                 *(buckets, stride, table.table.dim, on_device),
                 *(bags, request.hotness, self._blocks, 0, table.clock.stamping),
                 *(request.mean, table.table.dtype == np.float16, table.hidden),
+                *(table.table.row_format.code, shape.each(request.hotness)),
             )
-            self._blocks += blocks_of(bags, tile)
+            self._blocks += shape.blocks(bags, request.hotness)
         self._outs = [
             request.out for request, _ in parts
         ]  # keeps the memory that the kernel writes to
@@ -112,7 +116,7 @@ class _PoolingLaunch:
         self._args["parts"], self._args["result"] = len(parts), self._pinned.ptr
         self._args["missing"] = self._counts.data.ptr
         self._args["done"] = self._counts.data.ptr + 4
-        self._kernel: CudaKernel = kernel(f"pool_kernel<{tile}, {unit}>")
+        self._kernel: CudaKernel = kernel(shape.kernel)
         self._now = self._args.array["part"]["now"]
         cp.cuda.get_current_stream().synchronize()
 
@@ -148,9 +152,10 @@ def address_of(array: NDArray[Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FixedRows:
-    """One feature's bags of fetched rows: ``rows (n, dim)`` and ``source (n,)`` on the device.
+    """One feature's bags of fetched rows: ``rows (n, row_width)``, stored in ``row_format``, and ``source
+    (n,)`` on the device.
 
-    ``fallback (dim,)``, also on the device, is for source 0.
+    ``fallback (dim,)``, also on the device and of the dtype of ``out``, is for source 0.
     """
 
     rows: Any
@@ -159,6 +164,7 @@ class FixedRows:
     hotness: int
     mean: bool
     out: Any
+    row_format: RowFormat
 
 
 class PreparedRowPooling:
@@ -202,6 +208,8 @@ class PreparedRowPooling:
                     blocks,
                     request.mean,
                     request.fallback.dtype == np.float16,
+                    request.row_format.code,
+                    request.row_format.row_bytes(dim),
                 ),
             )
             blocks += blocks_of(bags, tile)

@@ -153,9 +153,9 @@ class GpuTable:
 
         None if they can have no further member, or ``table`` has other rows. It has the same clock."""
         own = self.table
-        alike = (table.row_width, table.row_dtype, table.key_bits) == (
+        alike = (table.dim, table.row_format, table.key_bits) == (
             own.dim,
-            own.dtype,
+            own.row_format,
             own.key_bits,
         )
         if self.static or not self.shape.has_members or not alike:

@@ -13,13 +13,14 @@ from hps.cuda.launch import UNANSWERED
 from hps.cuda.miss_fill import MissBatch, MissReport
 from hps.cuda.pool import RowBags
 from hps.lookup.pooling import pool
-from hps.native import dedup
+from hps.native import decode_rows, dedup
 from hps.node import gpu_caches as devices
 from hps.node import gpu_models as models
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.gpu import memory as gpu_memory
 from hps.tiers.gpu.device_space import DeviceParts
 from hps.tiers.gpu.memory import GpuMemoryUsage
+from hps.tiers.stored_rows import to_vectors
 from hps.tiers.wrappers import TierWrapper
 from hps.types import JaggedKeys, Source
 from tests.support.memory_tier import MemoryTier
@@ -177,7 +178,7 @@ class Space:
             n = len(keys)
             versions = block[8 * first : 8 * (first + n)].view(np.uint64)
             source = block[8 * total + first : 8 * total + first + n]
-            out = self.empty((n, table.dim), table.dtype, stream)
+            out = self.empty((n, table.row_width), table.row_dtype, stream)
             parts.append(Part(table, keys, out, versions, source, np.arange(n)))
             first += n
         return DeviceParts(parts, block, total)
@@ -278,12 +279,13 @@ class Cache(MemoryTier):
 
     def pool_rows(self, asks: Any, stream: Any) -> None:
         for ask in asks:
-            rows = np.where(
-                np.asarray(ask.source)[:, None] == 0, ask.fallback, np.asarray(ask.rows)
-            )
+            rows = np.asarray(ask.rows)
+            vectors = np.empty((len(rows), len(ask.fallback)), np.float32)
+            decode_rows(rows, None, vectors, ask.row_format.code)
+            vectors[np.asarray(ask.source) == 0] = ask.fallback
             keys = JaggedKeys(np.zeros(len(rows), np.int64), len(ask.out), ask.offsets, ask.weights)
             ask.out[...] = pool(
-                rows.astype(ask.fallback.dtype), keys, "mean" if ask.mean else "sum"
+                vectors, keys, "mean" if ask.mean else "sum", dtype=ask.fallback.dtype
             )
 
     def prepare(self, asks: Any) -> Prepared:
@@ -345,7 +347,7 @@ class VectorFetch:
             part = Part.make(table, keys)
             MemoryTier.fetch(self._cache, [part], FetchContext())
             raw = (ctypes.c_uint8 * (n * table.row_bytes)).from_address(block + at)
-            out = np.frombuffer(raw, table.dtype).reshape(n, table.dim)
+            out = np.frombuffer(raw, table.row_dtype).reshape(n, table.row_width)
             found = part.source != 0
             out[found] = part.out[found]
             self._outs.append(out)
@@ -412,7 +414,9 @@ class VectorFetch:
         for at, part, row, source in zip(self.missing, parts, rows, sources, strict=True):
             if source != UNANSWERED:
                 table = self.tables[part]
-                self._outs[part][at - self.bases[part]] = row[: table.row_bytes].view(table.dtype)
+                self._outs[part][at - self.bases[part]] = row[: table.row_bytes].view(
+                    table.row_dtype
+                )
                 if self._sources is not None:
                     self._sources[at] = source
 
@@ -434,7 +438,15 @@ class PreparedRows:
     def launch(self, stream: Any) -> None:
         for ask in self._asks:
             plain = RowBags(
-                ask.rows, ask.source, ask.fallback, None, None, ask.out, ask.hotness, ask.mean
+                ask.rows,
+                ask.source,
+                ask.fallback,
+                None,
+                None,
+                ask.out,
+                ask.hotness,
+                ask.mean,
+                ask.row_format,
             )
             self._cache.pool_rows([plain], stream)
 
@@ -457,7 +469,8 @@ class Prepared:
             MemoryTier.fetch(self._cache, [part], FetchContext())
             missing += int((part.source == 0).sum())
             bags = JaggedKeys(keys, n // hotness)
-            out[...] = pool(part.out, bags, "mean" if mean else "sum")
+            vectors = to_vectors(table, part.out, dtype=np.float32)
+            out[...] = pool(vectors, bags, "mean" if mean else "sum", dtype=table.dtype)
         self._count[0] = missing
 
     def missing(self) -> int:

@@ -258,6 +258,7 @@ def _pool(
                 out,
                 1 if each else keys.hotness or 0,
                 feature.pooling == "mean",
+                part.table.row_format,
             )
         )
     if asks:

@@ -144,7 +144,7 @@ class FilledFetch:
         self._sources = self._space.bytes(total)
         starts = (np.cumsum(self._sizes) - self._sizes).tolist()
         self._rows = [
-            self._space.array(self._block, at, (ask.n, table.dim), table.dtype)
+            self._space.array(self._block, at, (ask.n, table.row_width), table.row_dtype)
             for ask, table, at in zip(asks, tables, offsets, strict=True)
         ]
         self._own_sources = [
@@ -172,6 +172,7 @@ class FilledFetch:
                 ask.hotness,
                 ask.feature.pooling == "mean",
                 ask.out,
+                ask.feature.table.row_format,
             )
             for i, ask in enumerate(asks)
         ]

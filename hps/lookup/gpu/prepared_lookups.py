@@ -245,14 +245,17 @@ class PreparedDeviceLookups:
     def _prepare(self, features: Sequence[Feature], keys: Sequence[JaggedKeys]) -> _Prepared:
         on_device = [type(mine.keys) is not np.ndarray for mine in keys]
         pairs = list(zip(features, keys, strict=True))
-        if not any(is_pooled(feature.pooling, mine) for feature, mine in pairs):
+        if not any(
+            is_pooled(feature.pooling, mine) or not feature.table.stores_vectors
+            for feature, mine in pairs
+        ):
             return self._vectors.prepare(features, keys, on_device)
         shapes = [
             (len(mine.keys) if f.pooling == "none" else mine.batch, f.table.dim)
             for f, mine in pairs
         ]
         offsets, size = block_offsets(
-            [n * f.table.row_bytes for (n, _), f in zip(shapes, features, strict=True)]
+            [n * dim * f.table.dtype.itemsize for (n, dim), f in zip(shapes, features, strict=True)]
         )
         block = self._space.allocate(size)
         places, bags = [], []

@@ -2,7 +2,7 @@
 
 The device fetches the rows that it has and lists the missing keys; native threads gather their rows from the
 CPU cache; the device places them and runs the rest. Rows of features with one key per sample go straight to
-the network's inputs; the others are pooled afterwards."""
+the network's inputs if they are stored as vectors; the others are decoded and pooled afterwards."""
 
 from __future__ import annotations
 
@@ -88,16 +88,17 @@ class LaneFill:
         """Return the pooling of a feature's rows, which begin at ``at``; None if they are not pooled.
 
         ``start``: the position of its first key in the batch."""
-        if bags.hotness == 1:
+        if not _is_pooled(bags):
             return None
         table = bags.feature.table
         return FixedRows(
-            self._space.array(self._memory.rows, at, (bags.n, table.dim), table.dtype),
+            self._space.array(self._memory.rows, at, (bags.n, table.row_width), table.row_dtype),
             self._sources[start : start + bags.n],
             self._space.upload(table.default),
             bags.hotness,
             bags.feature.pooling == "mean",
             bags.out,
+            table.row_format,
         )
 
     def native(self, before: Sequence[Any], after: Sequence[Any]) -> Any:
@@ -123,5 +124,10 @@ class LaneFill:
 def _pooled_offsets(bags: Sequence[DeviceBags]) -> tuple[list[int], int]:
     """Return the positions of the pooled features' rows in one block, and its bytes."""
     return block_offsets(
-        [each.n * each.feature.table.row_bytes if each.hotness > 1 else 0 for each in bags]
+        [each.n * each.feature.table.row_bytes if _is_pooled(each) else 0 for each in bags]
     )
+
+
+def _is_pooled(bags: DeviceBags) -> bool:
+    """True if rows must be summed or decoded: else they are the vectors."""
+    return bags.hotness > 1 or not bags.feature.table.stores_vectors

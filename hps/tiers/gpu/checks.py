@@ -66,7 +66,7 @@ def check_pooling(ask: DevicePooling, device: int) -> DevicePooling:
         raise BadRequest(
             f"table {table.id}: {n:,} keys can't be shared out over {bags.batch:,} bags"
         )
-    out = check_array(table, "out", ask.out, bags.batch, device)
+    out = check_array(table, "pooled", ask.out, bags.batch, device)
     if isinstance(out, np.ndarray):
         raise BadRequest(f"table {table.id}: out must be on device {device}, got a NumPy array")
     if keys is bags.keys and weights is bags.weights and offsets is bags.offsets and out is ask.out:
@@ -153,7 +153,7 @@ def check_array(table: EmbeddingTable, name: str, array: Any, n: int, device: in
         strided = "" if contiguous else ", not C-contiguous"
         raise BadRequest(
             f"table {table.id}: {name} must be {shape} {dtype}, C-contiguous, got {array.shape} "
-            f"{array.dtype}{strided}; one entry per key is expected, and rows of {table.row_width} values"
+            f"{array.dtype}{strided}; one entry per key is expected, and rows of {shape[-1]} values"
         )
     if not isinstance(array, np.ndarray) and array.data.device_id != device:
         raise BadRequest(
@@ -170,6 +170,8 @@ def _dlpack_kind(array: Any) -> int | None:
 def _expected(table: EmbeddingTable, name: str, n: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
     if name in ("out", "vectors"):
         return (n, table.row_width), table.row_dtype
+    if name == "pooled":
+        return (n, table.dim), table.dtype
     return (n,), _DTYPES.get(name, _INT64)
 
 

@@ -16,6 +16,7 @@ from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.table import GpuTable, GpuTableOptions
 from hps.cuda.table_writer import GpuTableWriter
 from hps.errors import BadRequest, ConfigError
+from hps.tiers.base import is_poolable
 from hps.tiers.gpu.device_space import DeviceSpace
 from hps.tiers.ranking import hottest
 from hps.types import EmbeddingTable, KeyArray
@@ -23,7 +24,6 @@ from hps.types import EmbeddingTable, KeyArray
 CommonRows = Callable[[EmbeddingTable, KeyArray], tuple[NDArray[np.bool_], int]]
 """``common_rows(table, keys (n,))``: of which keys the stores have the row that all tables with the same base
 have, unless they have one of their own; and the version of these rows in ``table``, 0 if it has none."""
-_DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 
 
 class GpuTables:
@@ -71,10 +71,10 @@ class GpuTables:
             raise ConfigError(
                 f"the GPU cache of table {table.id} can't have {rows} rows; 0 is none"
             )
-        if not (table.stores_vectors and table.dtype in _DTYPES):
+        if not is_poolable(table):
             raise ConfigError(
                 f"table {table.id} has rows of {table.row_format.name} and vectors of {table.dtype}; the GPU "
-                "cache takes rows of float32 and float16 that are the vectors"
+                "cache takes vectors of float32 and float16"
             )
         if rows == 0:
             self.drop_table(table)

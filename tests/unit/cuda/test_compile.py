@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import gpu_gather
 from hps.cuda import launch, loader
+from hps.row_format import ROW_FORMAT_NAMES
 
 EXPRESSIONS = {
     "fetch.cu": [
@@ -13,7 +14,8 @@ EXPRESSIONS = {
         for tile, unit, units in [
             *((2, 16, units) for units in (0, 2, 4, 8)),
             *((4, 16, units) for units in (0, 2, 4, 8, 16, 32)),
-            *((2, 4, 0), (4, 4, 0), (2, 2, 0)),
+            *((tile, 4, units) for tile in (2, 4) for units in (0, 9, 17, 33)),
+            *((tile, unit, 0) for tile in (2, 4) for unit in (2, 1)),
         ]
         for form in (launch.ROWS, launch.TIER, launch.NUMBERS, launch.VECTORS)
         for stamp, sweep in [(True, form != launch.NUMBERS), (False, False)]
@@ -27,7 +29,7 @@ EXPRESSIONS = {
         *("dedup_kernel", "compact_kernel", "evict_kernel", "leave_kernel"),
         *(
             launch.write_name(unit, update=update, scored=scored)
-            for unit in (16, 4, 2)
+            for unit in (16, 4, 2, 1)
             for update in (True, False)
             for scored in (True, False)
         ),
@@ -38,15 +40,20 @@ EXPRESSIONS = {
         for tile in (4, 8, 16, 32)
         for unit in (4, 1)
     ],
+    "pool_warp.cu": [
+        f"pool_warp_kernel<{code}, {values}>"
+        for code in range(len(ROW_FORMAT_NAMES))
+        for values in (2, 4)
+    ],
     "scatter.cu": [
         f"{name}<{tile}, {unit}>"
         for name in ("scatter_kernel", "place_kernel")
         for tile in (4, 8, 32)
-        for unit in (16, 4, 2)
+        for unit in (16, 4, 2, 1)
     ],
     "scan.cu": [
         *("clear_kernel", "export_kernel"),
-        *(f"gather_kernel<{threads}, {unit}>" for threads in (2, 4, 8) for unit in (16, 4, 2)),
+        *(f"gather_kernel<{threads}, {unit}>" for threads in (2, 4, 8) for unit in (16, 4, 2, 1)),
     ],
 }
 

@@ -46,7 +46,8 @@ def test_bucket_is_128_bytes_and_slot_is_16():
         ("fetch.cu", "FetchPart", launch.FETCH_PART),
         ("write.cu", "WriteArgs", launch.WRITE_ARGS),
         ("scan.cu", "ScanArgs", launch.SCAN_ARGS),
-        ("pool.cu", "PoolPart", launch.POOL_PART),
+        ("pool.cuh", "PoolPart", launch.POOL_PART),
+        ("pool.cu", "BagsPart", launch.BAGS_PART),
         ("scatter.cu", "ScatterPart", launch.SCATTER_PART),
     ],
 )
@@ -138,7 +139,8 @@ def test_fitting_capacity_is_the_largest_that_fits(free):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "unit"), [(128, 16), (128 | 8, 4), (12, 4), (6, 2), (128 | 2, 2), (512 | 256, 16)]
+    ("sizes", "unit"),
+    [(128, 16), (128 | 8, 4), (12, 4), (6, 2), (128 | 2, 2), (512 | 256, 16), (9, 1), (128 | 5, 1)],
 )
 def test_copy_unit_is_the_widest_that_divides_all_sizes(sizes, unit):
     assert launch.unit_of(sizes) == unit
@@ -159,7 +161,16 @@ def test_blocks_cover_all_keys():
 
 @pytest.mark.parametrize(
     ("row_bytes", "unit", "units"),
-    [(32, 16, 2), (128, 16, 8), (512, 16, 32), (48, 16, 0), (128, 4, 0), (1024, 16, 0)],
+    [
+        (32, 16, 2),
+        (128, 16, 8),
+        (512, 16, 32),
+        (48, 16, 0),
+        (128, 4, 0),
+        (1024, 16, 0),
+        (132, 4, 33),
+        (36, 4, 9),
+    ],
 )
 def test_common_row_sizes_are_copied_without_a_loop(row_bytes, unit, units):
     assert launch.units_of(row_bytes, unit) == units

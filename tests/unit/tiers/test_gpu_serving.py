@@ -55,7 +55,17 @@ def test_pooling_of_fetched_rows_equals_host_pooling(dim, dtype, hotness, mean):
         np.testing.assert_array_equal(block.reports(stream)[1][0] != 0, found)
         out = cp.full((batch, dim), 9, dtype)
         asks.append(
-            RowBags(part.out, part.source, table.default, offsets, weights, out, hotness or 0, mean)
+            RowBags(
+                part.out,
+                part.source,
+                table.default,
+                offsets,
+                weights,
+                out,
+                hotness or 0,
+                mean,
+                table.row_format,
+            )
         )
         rows = distinct_rows(table, keys.keys)
         rows[~found] = 3

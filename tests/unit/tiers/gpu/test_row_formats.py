@@ -1,0 +1,226 @@
+"""Narrow rows on a device: fetched as they are stored, pooled and decoded to the bits of the host."""
+
+import time
+
+import numpy as np
+import pytest
+
+from hps.cuda import pool as pooling
+from hps.cuda.loader import cupy
+from hps.cuda.pool import PoolShape, RowBags
+from hps.errors import ConfigError
+from hps.lookup.pooling import pool
+from hps.row_format import ROW_FORMAT_NAMES
+from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.gpu.cache import GpuCache
+from hps.tiers.gpu.checks import DevicePooling
+from hps.tiers.gpu.host_bridge import HostBridge
+from hps.tiers.gpu.replicas import GpuReplicas
+from hps.tiers.stored_rows import to_rows, to_vectors
+from hps.types import EmbeddingTable, JaggedKeys, Source, make_version
+from tests.support.memory_tier import MemoryTier
+
+NOW = make_version(time.time_ns() // 1_000_000)
+HELD = 5000
+FORMATS = [
+    (rows, dtype)
+    for rows in ROW_FORMAT_NAMES
+    for dtype in ("float32", "float16")
+    if rows != dtype or rows == "float32"
+]
+
+
+def table_of(dim, rows, dtype="float32"):
+    return EmbeddingTable.make(f"t{dim}{rows}", dim, dtype=dtype, rows=rows, default=0.1)
+
+
+def rows_of(table, keys, salt=0):
+    """Rows that differ by key, some of equal values, some of negative zeros."""
+    rng = np.random.default_rng(table.dim + salt)
+    vectors = rng.standard_normal((HELD, table.dim)).astype(np.float32)
+    vectors *= rng.choice(np.array([1e-6, 0.1, 1, 50], np.float32), (HELD, 1))
+    vectors[7], vectors[8] = -0.0, 1.5
+    return to_rows(table, vectors)[keys]
+
+
+def filled(tables):
+    cache, keys = GpuCache(dict.fromkeys(tables, 2 * HELD)), np.arange(HELD)
+    for table in tables:
+        cache.insert(table, keys, rows_of(table, keys), np.full(HELD, NOW, np.uint64))
+    return cache
+
+
+def jagged(rng, batch, longest, *, weighted):
+    """Bags of 0 to ``longest`` keys, the last one empty."""
+    lengths = np.append(rng.integers(0, longest + 1, batch - 1), 0)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    keys = rng.integers(0, HELD, offsets[-1])
+    weights = rng.standard_normal(len(keys)).astype(np.float32) if weighted else None
+    return JaggedKeys(keys, batch, offsets, weights)
+
+
+def expected_of(table, keys, combiner):
+    vectors = to_vectors(table, rows_of(table, keys.keys), dtype=np.float32)
+    return pool(vectors, keys, combiner, dtype=table.dtype)
+
+
+def check_pooling(cache, table, keys, combiner):
+    out = cupy().full((keys.batch, table.dim), 9, table.dtype)
+    assert cache.pool([DevicePooling(table, keys, combiner, out)])
+    assert out.get().tobytes() == expected_of(table, keys, combiner).tobytes()
+
+
+def test_one_kernel_pools_tables_of_one_format_and_a_common_dim():
+    table = table_of(128, "int8")
+    assert PoolShape.of([table, table_of(128, "int8")], 100).kernel == "pool_warp_kernel<4, 4>"
+    assert PoolShape.of([table_of(64, "float16")], 100).kernel == "pool_warp_kernel<1, 2>"
+    assert PoolShape.of([table, table_of(128, "int4")], 100).kernel == "pool_kernel<32, 4>"
+    assert PoolShape.of([table_of(32, "int8")], 100).kernel == "pool_kernel<8, 4>"
+    few, many = PoolShape.of([table], 100), PoolShape.of([table], 1 << 20)
+    assert [few.each(n) for n in (0, 1, 3, 20)] == [1, 8, 2, 1]
+    assert [many.each(n) for n in (0, 1, 3, 20)] == [1, 32, 10, 1]
+    for shape, bags, hotness in [(few, 1000, 3), (many, 1000, 1), (many, 7, 20)]:
+        blocks = shape.blocks(bags, hotness)
+        assert (blocks - 1) * 8 * shape.each(hotness) < bags <= blocks * 8 * shape.each(hotness)
+
+
+def test_vectors_of_other_types_are_refused():
+    table = EmbeddingTable.make("t", 8, dtype=np.float64)
+    with pytest.raises(ConfigError, match="vectors of float32 and float16"):
+        GpuCache.add_table(None, table, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("rows", "dtype"), FORMATS)
+@pytest.mark.parametrize("dim", [1, 3, 8, 32, 36, 64, 128, 200])
+def test_pooled_rows_have_the_bits_of_the_host(dim, rows, dtype, weighted, combiner):
+    table = table_of(dim, rows, dtype)
+    cache, rng = filled([table]), np.random.default_rng(1)
+    for longest in (6, 80):
+        check_pooling(cache, table, jagged(rng, 300, longest, weighted=weighted), combiner)
+    for hotness in (1, 2, 20, 33):
+        n = 301 * hotness
+        weights = rng.random(n, np.float32) if weighted else None
+        check_pooling(
+            cache, table, JaggedKeys(rng.integers(0, HELD, n), 301, None, weights), combiner
+        )
+    cache.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("rows", ROW_FORMAT_NAMES)
+def test_warps_that_pool_many_bags_have_the_bits_of_the_host(dim, rows, monkeypatch):
+    monkeypatch.setattr(pooling, "MANY_KEYS", 0)
+    table = table_of(dim, rows)
+    cache, rng = filled([table]), np.random.default_rng(2)
+    for hotness in (1, 3, 20):
+        check_pooling(cache, table, JaggedKeys(rng.integers(0, HELD, 999 * hotness), 999), "mean")
+    missing = JaggedKeys(np.array([5, HELD + 7, 6, 8]), 4)
+    out = cupy().empty((4, dim), table.dtype)
+    assert not cache.pool([DevicePooling(table, missing, "sum", out)])
+    cache.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_versions", [False, True])
+@pytest.mark.parametrize("rows", ROW_FORMAT_NAMES)
+@pytest.mark.parametrize("dim", [1, 5, 32, 64, 100, 128])
+def test_rows_are_fetched_as_they_are_stored(dim, rows, with_versions):
+    cp, rng = cupy(), np.random.default_rng(dim)
+    table = table_of(dim, rows)
+    cache = filled([table])
+    changed = rng.permutation(HELD)[:900]
+    stamps = np.full(len(changed), NOW + 1, np.uint64)
+    cache.update(table, changed, rows_of(table, changed, 1), stamps)
+    expected = rows_of(table, np.arange(HELD))
+    expected[changed] = rows_of(table, changed, 1)
+    for n in (1, 8, 100, 3000, 1 << 18):
+        keys = rng.integers(0, 2 * HELD, n)
+        out = cp.zeros((n, table.row_width), table.row_dtype)
+        versions = cp.zeros(n, np.uint64) if with_versions else None
+        part = Part(table, keys, out, versions, cp.zeros(n, np.uint8), np.arange(n))
+        cache.fetch([part], FetchContext())
+        np.testing.assert_array_equal(part.missing, np.flatnonzero(keys >= HELD))
+        held = keys < HELD
+        np.testing.assert_array_equal(out.get()[held], expected[keys[held]])
+        assert not out.get()[~held].any()
+        np.testing.assert_array_equal(part.source.get(), held * int(Source.GPU))
+    exported = cache.export(table)
+    np.testing.assert_array_equal(exported[1].get(), expected[exported[0].get()])
+    cache.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "dtype"), FORMATS)
+@pytest.mark.parametrize("dim", [1, 3, 8, 64, 128])
+def test_rows_of_cache_and_bridge_are_pooled_with_exact_defaults(dim, rows, dtype):
+    cp, rng, table = cupy(), np.random.default_rng(dim), table_of(dim, rows, dtype)
+    cache, below = filled([table]), MemoryTier(TierInfo("cpu", Source.CPU, cache=True))
+    keys = np.arange(4900, 5000)
+    below.insert(table, keys + 100, rows_of(table, keys), np.full(len(keys), NOW, np.uint64))
+    bridge, stream = HostBridge(below), cache.space.take_stream()
+    for hotness in (1, 4):
+        wanted = rng.integers(4800, 5200, 300 * hotness)
+        (part,) = cache.space.parts([(table, wanted)], stream).parts
+        for tier in (cache, bridge):
+            tier.fetch([part], FetchContext(stream=stream))
+        out = cp.full((300, dim), 9, dtype)
+        cp.cuda.get_current_stream().synchronize()
+        bags = (part.out, part.source, table.default, None, None, out, hotness, False)
+        cache.pool_rows([RowBags(*bags, table.row_format)], stream)
+        stored = np.where(wanted < HELD, wanted, wanted - 100)
+        vectors = to_vectors(table, rows_of(table, stored % HELD), dtype=np.float32)
+        vectors[wanted >= 5100] = table.default
+        values = pool(vectors, JaggedKeys(wanted, 300), "sum", dtype=table.dtype)
+        if hotness == 1:
+            values = vectors.astype(table.dtype)
+        assert out.get().tobytes() == values.tobytes()
+    cache.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [[64] * 3, [128] * 40, [64, 3, 128]])
+def test_prepared_poolings_have_the_bits_of_the_host(dims):
+    cp, rng = cupy(), np.random.default_rng(len(dims))
+    names = ["int8"] * len(dims) if len(set(dims)) == 1 else ["int8", "int4", "bfloat16"]
+    tables = [table_of(dim, rows) for dim, rows in zip(dims, names, strict=True)]
+    cache, batch = filled(tables), 60
+    hot = [1 + i % 4 for i in range(len(dims))]
+    outs = [cp.empty((batch, dim), np.float32) for dim in dims]
+    prepared = cache.prepare(
+        [(t, batch * h, h, False, out) for t, h, out in zip(tables, hot, outs, strict=True)]
+    )
+    stream = cache.space.take_stream()
+    for _ in range(3):
+        for resident, h in zip(prepared.keys, hot, strict=True):
+            resident[:] = rng.integers(0, HELD, batch * h)
+        prepared.launch(stream)
+        stream.synchronize()
+        assert prepared.missing() == 0
+        for table, keys, out in zip(tables, prepared.keys, outs, strict=True):
+            expected = expected_of(table, JaggedKeys(keys, batch), "sum")
+            assert out.get().tobytes() == expected.tobytes()
+    cache.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ["int8", "int4"])
+def test_members_and_replicas_keep_stored_rows(rows):
+    cache = GpuCache({})
+    first, second = table_of(64, rows), table_of(64, rows)
+    cache.add_table(first, 2 * HELD)
+    assert cache.share_table(second, first, lambda _table, keys: (np.ones(len(keys), bool), NOW))
+    for other in (table_of(64, "float16"), table_of(60 if rows == "int8" else 56, rows)):
+        assert not cache.share_table(other, first, lambda _table, keys: (keys == keys, NOW))
+    keys = np.arange(HELD)
+    cache.insert(first, keys, rows_of(first, keys), np.full(HELD, NOW, np.uint64))
+    replicas = GpuReplicas([cache])
+    for table in (first, second):
+        part = Part.make(table, np.arange(HELD + 10))
+        replicas.fetch([part], FetchContext())
+        np.testing.assert_array_equal(part.missing, np.arange(HELD, HELD + 10))
+        np.testing.assert_array_equal(part.out[:HELD], rows_of(table, keys))
+    cache.close()
