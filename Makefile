@@ -62,7 +62,7 @@ test-gpu:
 	@$(GPU_PYTHON) -c 'from hps.cuda.loader import cupy; cupy()'
 	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers tests/unit/dense tests/unit/cuda \
 	  tests/unit/node/test_gpu_caches.py tests/unit/node/test_gpu_scheduler.py tests/unit/node/test_gpu_sharing.py \
-	  tests/unit/node/test_gpu_versions.py tests/unit/predict/test_device_feed.py tests/contract tests/model \
+	  tests/unit/node/test_gpu_versions.py tests/unit/node/test_gpu_row_formats.py tests/unit/predict/test_device_feed.py tests/contract tests/model \
 	  tests/unit/tools/plan/test_gpu_calibration.py tests/integration/test_gpu_switch.py
 
 # The CPU cache's readers in parallel to its writer, those and writers of hps.table's table, fetches in single flight's

@@ -65,7 +65,8 @@ class PreparedPooling:
 
         ``on_device``: the addresses of the keys that are on the device, by their table's number; always for
         the same tables."""
-        self._staging.send(stream)
+        if len(on_device) < len(self.keys):
+            self._staging.send(stream)
         for number, address in on_device.items():
             self._launches[number // PARTS].set_keys(number % PARTS, address)
         for each in self._launches:

@@ -4,7 +4,7 @@ import importlib.metadata
 
 import pytest
 
-from benchmarks import gpu_gather
+from benchmarks import gpu_gather, gpu_rows
 from hps.cuda import launch, loader
 from hps.row_format import ROW_FORMAT_NAMES
 
@@ -90,6 +90,16 @@ def test_kernel_table_names_every_cu_file():
     installed = importlib.metadata.distribution("hps-server")
     assert installed is not None
     assert {file.name for file in loader.FOLDER.glob("*.cu")} == set(loader.FILES.values())
+
+
+def test_the_benchmarks_decoding_gathers_compile(nvrtc):
+    names = [
+        f"decode<{code}, {dim}, {rows}, {block}>"
+        for code in range(len(ROW_FORMAT_NAMES))
+        for dim in gpu_rows.DIMS
+        for rows, block in gpu_rows.SHAPES
+    ]
+    nvrtc.compile(gpu_rows.SOURCE, [*loader.options(), "-arch=sm_90"], names)
 
 
 def test_the_benchmarks_gathers_compile(nvrtc):
