@@ -36,6 +36,7 @@ FILES = {
     "pool_kernel": "pool.cu",
     "pool_rows_kernel": "pool.cu",
     "pool_warp_kernel": "pool_warp.cu",
+    "decode_warp_kernel": "pool_warp.cu",
     "scatter_kernel": "scatter.cu",
     "place_kernel": "scatter.cu",
 }

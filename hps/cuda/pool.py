@@ -38,13 +38,15 @@ class PoolShape:
     keys: int = 0
 
     @staticmethod
-    def of(tables: Sequence[EmbeddingTable], keys: int) -> PoolShape:
-        """Return the shape for ``keys`` in all of ``tables``."""
+    def of(tables: Sequence[EmbeddingTable], keys: int, *, single: bool) -> PoolShape:
+        """Return the shape for ``keys`` in all of ``tables``. ``single``: all bags have a key, and none has
+        a weight."""
         codes = {(table.row_format.code, table.dim) for table in tables}
         code, dim = next(iter(codes))
         if len(codes) == 1 and dim in _WARP_DIMS:
             some = _SEARCHED if keys >= MANY_KEYS else _SEARCHED_OF_FEW
-            return PoolShape(f"pool_warp_kernel<{code}, {dim // 32}>", 32, some)
+            name = "decode_warp_kernel" if single else "pool_warp_kernel"
+            return PoolShape(f"{name}<{code}, {dim // 32}>", 32, some)
         tile, unit = tile_and_unit([table.dim for table in tables])
         return PoolShape(f"pool_kernel<{tile}, {unit}>", tile)
 
@@ -94,7 +96,8 @@ def _pool_some(
         sum(staging_bytes(request.keys, request.offsets, request.weights) for request in requests)
     )
     tables, keys = [r.table.table for r in requests], sum(len(r.keys) for r in requests)
-    shape = PoolShape.of(tables, keys)
+    single = all(r.offsets is None and r.weights is None and r.hotness == 1 for r in requests)
+    shape = PoolShape.of(tables, keys, single=single)
     args, blocks = KernelStruct(POOL_ARGS), 0
     for index, request in enumerate(requests):
         table, bags = request.table, len(request.out)

@@ -91,7 +91,9 @@ class _PoolingLaunch:
         cp = cupy()
         self._tables = [request.table for request, _ in parts]
         shape = PoolShape.of(
-            [table.table for table in self._tables], sum(request.n for request, _ in parts)
+            [table.table for table in self._tables],
+            sum(request.n for request, _ in parts),
+            single=all(request.hotness == 1 for request, _ in parts),
         )
         self._args, self._blocks = KernelStruct(POOL_ARGS), 0
         for index, (request, keys_at) in enumerate(parts):

@@ -41,7 +41,8 @@ EXPRESSIONS = {
         for unit in (4, 1)
     ],
     "pool_warp.cu": [
-        f"pool_warp_kernel<{code}, {values}>"
+        f"{name}<{code}, {values}>"
+        for name in ("pool_warp_kernel", "decode_warp_kernel")
         for code in range(len(ROW_FORMAT_NAMES))
         for values in (2, 4)
     ],
