@@ -151,9 +151,10 @@ def check_array(table: EmbeddingTable, name: str, array: Any, n: int, device: in
     contiguous = array.flags.c_contiguous
     if array.shape != shape or array.dtype != dtype or not contiguous:
         strided = "" if contiguous else ", not C-contiguous"
+        width = shape[1] if len(shape) == 2 else table.row_width
         raise BadRequest(
             f"table {table.id}: {name} must be {shape} {dtype}, C-contiguous, got {array.shape} "
-            f"{array.dtype}{strided}; one entry per key is expected, and rows of {shape[-1]} values"
+            f"{array.dtype}{strided}; one entry per key is expected, and rows of {width} values"
         )
     if not isinstance(array, np.ndarray) and array.data.device_id != device:
         raise BadRequest(

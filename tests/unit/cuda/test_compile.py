@@ -18,6 +18,7 @@ EXPRESSIONS = {
             *((tile, unit, 0) for tile in (2, 4) for unit in (2, 1)),
         ]
         for form in (launch.ROWS, launch.TIER, launch.NUMBERS, launch.VECTORS)
+        if unit == 16 or form != launch.NUMBERS
         for stamp, sweep in [(True, form != launch.NUMBERS), (False, False)]
         for name in (
             launch.fetch_name(tile, unit, units, form, stamp=stamp, sweep=sweep),
