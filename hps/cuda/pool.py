@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -38,12 +40,15 @@ class PoolShape:
     keys: int = 0
 
     @staticmethod
-    def of(tables: Sequence[EmbeddingTable], keys: int, *, single: bool) -> PoolShape:
-        """Return the shape for ``keys`` in all of ``tables``. ``single``: all bags have a key, and none has
-        a weight."""
+    def of(
+        tables: Sequence[EmbeddingTable], outs: Sequence[int], keys: int, *, single: bool
+    ) -> PoolShape:
+        """Return the shape for ``keys`` in all of ``tables``, pooled to the addresses ``outs``.
+
+        ``single``: all bags have a key, and none has a weight."""
         codes = {(table.row_format.code, table.dim) for table in tables}
         code, dim = next(iter(codes))
-        if len(codes) == 1 and dim in _WARP_DIMS:
+        if len(codes) == 1 and dim in _WARP_DIMS and not reduce(or_, outs) & 15:
             some = _SEARCHED if keys >= MANY_KEYS else _SEARCHED_OF_FEW
             name = "decode_warp_kernel" if single else "pool_warp_kernel"
             return PoolShape(f"{name}<{code}, {dim // 32}>", 32, some)
@@ -97,7 +102,7 @@ def _pool_some(
     )
     tables, keys = [r.table.table for r in requests], sum(len(r.keys) for r in requests)
     single = all(r.offsets is None and r.weights is None and r.hotness == 1 for r in requests)
-    shape = PoolShape.of(tables, keys, single=single)
+    shape = PoolShape.of(tables, [r.out.data.ptr for r in requests], keys, single=single)
     args, blocks = KernelStruct(POOL_ARGS), 0
     for index, request in enumerate(requests):
         table, bags = request.table, len(request.out)

@@ -92,6 +92,7 @@ class _PoolingLaunch:
         self._tables = [request.table for request, _ in parts]
         shape = PoolShape.of(
             [table.table for table in self._tables],
+            [request.out.data.ptr for request, _ in parts],
             sum(request.n for request, _ in parts),
             single=all(request.hotness == 1 for request, _ in parts),
         )

@@ -73,15 +73,16 @@ def check_pooling(cache, table, keys, combiner):
 def test_one_kernel_pools_tables_of_one_format_and_a_common_dim():
     table = table_of(128, "int8")
 
-    def kernel(*tables, single=False):
-        return PoolShape.of(tables, 100, single=single).kernel
+    def kernel(*tables, out=4096, single=False):
+        return PoolShape.of(tables, [0, out], 100, single=single).kernel
 
     assert kernel(table, table_of(128, "int8")) == "pool_warp_kernel<4, 4>"
     assert kernel(table_of(64, "float16")) == "pool_warp_kernel<1, 2>"
     assert kernel(table_of(64, "int4"), single=True) == "decode_warp_kernel<5, 2>"
     assert kernel(table, table_of(128, "int4"), single=True) == "pool_kernel<32, 4>"
     assert kernel(table_of(32, "int8")) == "pool_kernel<8, 4>"
-    few, many = (PoolShape.of([table], n, single=False) for n in (100, 1 << 20))
+    assert kernel(table, out=4) == "pool_kernel<32, 4>"  # out is not aligned
+    few, many = (PoolShape.of([table], [0], n, single=False) for n in (100, 1 << 20))
     assert [few.each(n) for n in (0, 1, 3, 20)] == [1, 8, 2, 1]
     assert [many.each(n) for n in (0, 1, 3, 20)] == [1, 32, 10, 1]
     for shape, bags, hotness in [(few, 1000, 3), (many, 1000, 1), (many, 7, 20)]:
