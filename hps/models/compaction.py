@@ -81,8 +81,10 @@ def compact_version(
             )
         if opened.dense is not None:
             link_file(opened.dense, folder / DENSE_FILE)
-        write_mapped_files(folder, opened.spec, _manifest(base.manifest, 1, done))
-        return publish(lambda number: _manifest(base.manifest, number, done)), done
+        errors = write_mapped_files(folder, opened.spec, _manifest(base.manifest, 1, done))
+        return publish(
+            lambda number: _manifest(base.manifest, number, done).with_conversions(errors)
+        ), done
     raise AssertionError  # unreachable: the context swallows nothing; for the type checker
 
 

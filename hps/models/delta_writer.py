@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,9 +52,15 @@ class DeltaBase:
 
     @property
     def options(self) -> MappedOptions:
-        """The properties of the mapped file, which that of a delta must have, too."""
-        header = self.mapped.header
-        return MappedOptions(header.row_format, 32 if header.key_bits == 32 else 64)
+        """The properties of the mapped file, which that of a delta must have, too.
+
+        The errors of a delta's rows are measured if those of the base's were."""
+        header, measured = (
+            self.mapped.header,
+            self.entry is not None and bool(self.entry.conversion),
+        )
+        bits: Literal[32, 64] = 32 if header.key_bits == 32 else 64
+        return MappedOptions(header.row_format, bits, measured=measured)
 
     def positions(self, keys: KeyArray) -> IndexArray:
         """Return the positions (n,) of ``keys``, as in files, in the mapped file; -1 for an absent key."""
@@ -229,8 +236,8 @@ def write_delta(
     name, dim = base.files.name, base.files.dim
     pair = TableEntry(rows=rows, dim=dim, key=entry.key, emb_vector=entry.emb_vector)
     files = open_pair(target, name, dim, pair)
-    write_mapped(files, target / MAPPED_FILE, base.options)
+    report = write_mapped(files, target / MAPPED_FILE, base.options)
     digest = merged_digest(base.files.digest, files.digest, entry.masked.checksum)
     path = target / MASKED_POSITIONS_FILE
     write_masked_positions(path, digest, base.mapped.header, masked[1])
-    return entry
+    return entry.model_copy(update={"conversion": report.errors})

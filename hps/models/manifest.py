@@ -23,7 +23,7 @@ from pydantic import (
     model_serializer,
 )
 
-from hps.config.model_schema import Name
+from hps.config.model_schema import Name, RowFormatName
 from hps.errors import ModelError
 
 FORMAT: Literal[1] = 1
@@ -40,6 +40,15 @@ Checksum = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 class _ManifestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _present(fields: dict[str, Any], *optional: str) -> dict[str, Any]:
+    """Return the fields without those of ``optional`` that are None."""
+    return {n: v for n, v in fields.items() if n not in optional or v is not None}
+
+
+def _mix(first: float, second: float, share: float) -> float:
+    return first * (1 - share) + second * share
 
 
 class FileEntry(_ManifestModel):
@@ -61,6 +70,20 @@ class TableOrigin(_ManifestModel):
     watermark: Offsets = {}
 
 
+class RowConversion(_ManifestModel):
+    """Errors of a table's rows in the format ``rows`` of its mapped file, against the float32 of its files.
+
+    ``max_error``, ``mean_error``: of a value. ``mean_relative_error``: the norm of a row's error as a share
+    of the row's norm, the mean over the rows. ``not_finite_rows``: rows with a value that is not finite as
+    it is stored, which the other figures leave out."""
+
+    rows: RowFormatName
+    max_error: float = Field(ge=0, allow_inf_nan=False)
+    mean_error: float = Field(ge=0, allow_inf_nan=False)
+    mean_relative_error: float = Field(ge=0, allow_inf_nan=False)
+    not_finite_rows: int = Field(0, ge=0)
+
+
 class DeltaEntry(_ManifestModel):
     """Rows in the folder ``delta`` of a table, which change those of its files ``key`` and ``emb_vector``.
 
@@ -73,13 +96,19 @@ class DeltaEntry(_ManifestModel):
     emb_vector: FileEntry
     masked: FileEntry
     whole: tuple[Checksum, Checksum] | None = None
+    conversion: RowConversion | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _present(write(self), "conversion")
 
 
 class TableEntry(_ManifestModel):
     """Rows, dim and files of a table.
 
     ``origin``: of a table that the version shares with another one. ``delta``: of one that differs little
-    from the base to which the other fields belong."""
+    from the base to which the other fields belong. ``conversion``: of one with `rows:` in model.yaml, unless
+    they are float32."""
 
     rows: int = Field(ge=0)
     dim: int = Field(ge=1)
@@ -88,12 +117,27 @@ class TableEntry(_ManifestModel):
     emb_vector: FileEntry
     delta: DeltaEntry | None = None
     origin: TableOrigin | None = None
+    conversion: RowConversion | None = None
 
     @model_serializer(mode="wrap")
     def _without_unused(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what is unused, so that older releases read versions without it."""
-        fields: dict[str, Any] = write(self)
-        return {n: v for n, v in fields.items() if n not in ("origin", "delta") or v is not None}
+        return _present(write(self), "origin", "delta", "conversion")
+
+    @property
+    def errors(self) -> RowConversion | None:
+        """The errors of the table's rows: the base's, and those of its delta."""
+        base, delta = self.conversion, self.delta
+        if base is None or delta is None or delta.conversion is None:
+            return base
+        added, share = delta.conversion, delta.rows / max(self.rows + delta.rows, 1)
+        return RowConversion(
+            rows=base.rows,
+            max_error=max(base.max_error, added.max_error),
+            mean_error=_mix(base.mean_error, added.mean_error, share),
+            mean_relative_error=_mix(base.mean_relative_error, added.mean_relative_error, share),
+            not_finite_rows=base.not_finite_rows + added.not_finite_rows,
+        )
 
     @property
     def checksums(self) -> tuple[str, str] | None:
@@ -141,6 +185,14 @@ class Manifest(_ManifestModel):
         if entry is not None and entry.origin is not None:
             return entry.origin
         return TableOrigin(version=self.version, created=self.created, watermark=self.watermark)
+
+    def with_conversions(self, conversions: Mapping[str, RowConversion]) -> Manifest:
+        """Return the manifest with the errors of the tables ``conversions``."""
+        added = {
+            name: self.tables[name].model_copy(update={"conversion": conversion})
+            for name, conversion in conversions.items()
+        }
+        return self.model_copy(update={"tables": {**self.tables, **added}})
 
     def table_versions(self) -> set[int]:
         """The versions that introduced the tables."""

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from hps.config.model_schema import TableSpec
 from hps.errors import ModelError
 from hps.models.external_sort import Chunk, Codes, DuplicateCounter, prefetch, sorted_chunks
+from hps.models.manifest import RowConversion
+from hps.models.row_errors import RowErrors, measure_errors
 from hps.models.tables import TableFiles
 from hps.native import build_index_part, crc32, index_hashes, mapped_format, place_records
 from hps.native.mapped_format import BLOCK_BYTES, HEADER, HEADER_BYTES
@@ -42,12 +44,15 @@ _UNMIX = np.uint64(pow(_MIX, -1, 2**64))
 
 @dataclass(frozen=True, slots=True)
 class MappedReport:
-    """Rows, bytes and index bytes of a file; ``duplicates``: rows whose key is repeated later."""
+    """Rows, bytes and index bytes of a file; ``duplicates``: rows whose key is repeated later.
+
+    ``errors``: of the rows, if `MappedOptions` demands them."""
 
     rows: int
     duplicates: int
     bytes: int
     index_bytes: int
+    errors: RowConversion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +60,22 @@ class MappedOptions:
     """Properties of a mapped file.
 
     ``row_format``: of its rows, to which the vectors are converted. ``key_bits``: of the table's keys; with
-    32, only the low 32 bits of a key count. ``threads``: that build the index."""
+    32, only the low 32 bits of a key count. ``threads``: that build the index. ``measured``: report
+    the errors of the rows."""
 
     row_format: RowFormat = FLOAT32
     key_bits: Literal[32, 64] = 64
     threads: int = field(default_factory=lambda: min(8, len(os.sched_getaffinity(0))))
+    measured: bool = False
 
     @staticmethod
     def of(spec: TableSpec) -> MappedOptions:
-        """The properties that a table's description demands."""
-        return MappedOptions(row_format(spec.row_format), 32 if spec.key_dtype == "uint32" else 64)
+        """The properties that a table's description demands.
+
+        Errors are measured of tables with `rows:` only: older releases read the manifests of others."""
+        measured = spec.rows not in (None, "float32")
+        bits: Literal[32, 64] = 32 if spec.key_dtype == "uint32" else 64
+        return MappedOptions(row_format(spec.row_format), bits, measured=measured)
 
 
 def write_mapped(
@@ -121,6 +132,7 @@ class _BuiltPart:
     remap: NDArray[np.uint32]
     records: NDArray[np.uint8]
     slots: int
+    errors: RowErrors | None = None
 
 
 @dataclass(slots=True)
@@ -159,7 +171,7 @@ class _Writer:
 
     def write(self, progress: Callable[[int], None]) -> MappedReport | None:
         """Return the report; None if the seed has no pilots."""
-        duplicates, index = DuplicateCounter(), _Index()
+        duplicates, index, errors = DuplicateCounter(), _Index(), RowErrors()
         scratch = self.path.with_name(f"{self.path.name}.sorting")
         chunks = sorted_chunks(self.files, self._codes, duplicates, scratch)
         with (
@@ -173,12 +185,15 @@ class _Writer:
                     return None
                 out.write(part.records)
                 index.add(part.pilots, part)
+                if part.errors is not None:
+                    errors.add(part.errors)
                 progress(len(part.records))
             header = self._header(index.rows)
             self._write_index(out, header, index)
             self._finish(out, header)
         index_bytes = int(header["checksums"] - header["parts"])
-        return MappedReport(index.rows, duplicates.count, out.offset, index_bytes)
+        measured = errors.conversion(self.options.row_format) if self.options.measured else None
+        return MappedReport(index.rows, duplicates.count, out.offset, index_bytes, measured)
 
     def _codes(self, keys: KeyArray) -> Codes:
         if self.options.key_bits == 32:
@@ -244,17 +259,21 @@ class _Writer:
             return _BuiltPart(None, np.empty(0, np.uint32), records, slots)
         pilots, positions, remap = index
         keys = _keys(codes, self.seed)
-        place_records(positions, keys, self._rows(keys, vectors), records)
-        return _BuiltPart(pilots, remap, records, slots)
-
-    def _rows(self, keys: KeyArray, vectors: list[Vectors]) -> RowArray:
-        """Convert the vectors of ``keys (n,)`` to rows (n, width)."""
-        table = EmbeddingTable.make(
-            self.files.name, self.files.dim, rows=self.options.row_format.name
-        )
         whole = np.concatenate([np.empty((0, self.files.dim), np.float32), *vectors])
+        rows = self._rows(keys, whole)
+        place_records(positions, keys, rows, records)
+        errors = measure_errors(self._table(), whole, rows) if self.options.measured else None
+        return _BuiltPart(pilots, remap, records, slots, errors)
+
+    def _table(self) -> EmbeddingTable:
+        files = self.files
+        return EmbeddingTable.make(files.name, files.dim, rows=self.options.row_format.name)
+
+    def _rows(self, keys: KeyArray, vectors: Vectors) -> RowArray:
+        """Convert the vectors (n, dim) of ``keys (n,)`` to rows (n, width)."""
+        table = self._table()
         try:
-            return to_rows(table, whole)
+            return to_rows(table, vectors)
         except NotStorable as error:
             raise ModelError(
                 f"table '{table.name}', key {keys[error.first]}: {error}; correct the files, or take another "

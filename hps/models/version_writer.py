@@ -22,6 +22,7 @@ from hps.models.manifest import (
     VECTOR_FILE,
     FileEntry,
     Manifest,
+    RowConversion,
     TableEntry,
     checksum_file,
     compare_checksum,
@@ -94,7 +95,7 @@ def write_version(
             if mapped:
                 manifest = _with_deltas(folder, manifest, shared, spec)
         if mapped:
-            write_mapped_files(folder, spec, manifest)
+            manifest = manifest.with_conversions(write_mapped_files(folder, spec, manifest))
         finish_version(folder, manifest)
         with locked_model(model):  # another writer may have made the model meanwhile
             _check_spec(model, spec, replace_spec=replace_spec)
@@ -206,13 +207,21 @@ def write_table(
     return TableEntry(rows=rows, dim=spec.dim, key=key_file.entry(), emb_vector=vector_file.entry())
 
 
-def write_mapped_files(folder: Path, spec: ModelSpec, manifest: Manifest) -> None:
-    """Write the mapped file of each table in a version's ``folder`` that has none. Raises ModelError."""
+def write_mapped_files(
+    folder: Path, spec: ModelSpec, manifest: Manifest
+) -> dict[str, RowConversion]:
+    """Write the mapped file of each table in a version's ``folder`` that has none.
+
+    Returns the errors of the rows, by table, where they are measured. Raises ModelError."""
+    found = {}
     for table in spec.tables:
         if (folder / TABLES_FOLDER / table.name / MAPPED_FILE).exists():
             continue  # it is shared
         files = open_table(folder / TABLES_FOLDER / table.name, table.name, table.dim, manifest)
-        write_mapped(files, files.folder / MAPPED_FILE, MappedOptions.of(table))
+        report = write_mapped(files, files.folder / MAPPED_FILE, MappedOptions.of(table))
+        if report.errors is not None:
+            found[table.name] = report.errors
+    return found
 
 
 def add_mapped_files(opened: ModelVersion, progress: Progress) -> None:
