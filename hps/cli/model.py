@@ -13,6 +13,7 @@ from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.model_import import IMPORT_EXAMPLES, import_
 from hps.cli.model_publish import INDEX_EXAMPLES, PUBLISH_EXAMPLES, index, publish
 from hps.cli.options import DEFAULT_REPOSITORY, ReportOptions, RepositoryLocation, repository_option
+from hps.cli.row_errors import ERROR_TITLES, errors_row, row_errors, row_errors_json
 from hps.errors import ConfigError, ModelError
 from hps.tools.output import VERDICT_STYLES, count, print_line, print_table, size, warn
 
@@ -96,6 +97,7 @@ def _repository(location: Location) -> Repository:
 
 def _described(opened: ModelVersion) -> dict[str, Any]:
     manifest = opened.manifest
+    formats = {spec.name: spec.row_format for spec in opened.spec.tables}
     return {
         "model": opened.name,
         "version": opened.version,
@@ -103,7 +105,15 @@ def _described(opened: ModelVersion) -> dict[str, Any]:
         "digest": opened.digest,
         "spec": opened.spec.model_dump(mode="json"),
         "tables": [
-            {"name": t.name, "rows": t.rows, "dim": t.dim, "bytes": t.bytes, "digest": t.digest}
+            {
+                "name": t.name,
+                "rows": t.rows,
+                "dim": t.dim,
+                "bytes": t.bytes,
+                "digest": t.digest,
+                "row_format": formats[t.name],
+                "row_errors": row_errors_json(opened, t.name),
+            }
             for t in opened.tables.values()
         ],
         "dense": opened.dense,
@@ -117,11 +127,12 @@ def _show(opened: ModelVersion) -> None:
     made = f", made {manifest.created:%Y-%m-%d %H:%M %Z}" if manifest else ""
     print_line(f"{opened.name} version {opened.version}{made}, in {opened.folder}")
     specs = {t.name: t for t in opened.spec.tables}
+    measured = any(row_errors(opened, name) for name in specs)
     print_table(
-        ("table", "rows", "dim", "in tiers", "default", "size"),
+        ("table", "rows", "dim", "in tiers", "default", "size", *(ERROR_TITLES if measured else ())),
         [
-            (t.name, count(t.rows), t.dim, specs[t.name].dtype, _default(specs[t.name].default),
-             size(t.bytes))
+            (t.name, count(t.rows), t.dim, specs[t.name].row_format, _default(specs[t.name].default),
+             size(t.bytes), *(errors_row(row_errors(opened, t.name)) if measured else ()))
             for t in opened.tables.values()
         ],
     )  # fmt: skip

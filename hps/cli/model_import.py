@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hps.cli.command_options import argument, option
 from hps.cli.options import DEFAULT_REPOSITORY, ReportOptions, RepositoryLocation, repository_option
+from hps.cli.row_errors import errors_text, row_errors, row_errors_json
 from hps.errors import ConfigError
 from hps.tools.output import plural, print_json, print_line, warn
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from hps.config import ModelSpec
     from hps.config.repository_uri import Location, RepositoryUri
     from hps.models.importers import ImportPlan, TableChoice
+    from hps.models.repository import ModelVersion
 
 IMPORT_EXAMPLES = """\b
 Examples:
@@ -34,6 +36,8 @@ Examples:
   hps model import emb.safetensors --name ctr --table all=fused.weight \\
       --feature user=all+0:context \\
       --feature item=all+100000:mean:max_hotness=50
+  hps model import net.pt --name ctr --table users=user_emb.weight \\
+      --table items=item_emb.weight --rows int8 --rows users=int4
   hps model import tables.npz --name ctr --table deep=vectors \\
       --table wide=items.parquet --feature ad=deep,wide --default wide=-0.5
 \b
@@ -73,6 +77,9 @@ class ImportOptions(ReportOptions):
     sum, mean or none (pooling), context, hotness=N, max_hotness=N. Repeatable."""
     default: list[str] | None = option(None, metavar="TABLE=VALUE[,...]")
     """The vector of unknown keys: one number, or as many as the table's dim. Repeatable."""
+    rows: list[str] | None = option(None, metavar="[TABLE=]FORMAT")
+    """Row format of all tables, or of one: float32, float16, bfloat16, float8_e4m3, int8, int4.
+    Repeatable."""
     spec: Path | None = option(None, metavar="FILE")
     """A model.yaml to use as the model's description."""
     dense: Path | None = option(None, metavar="FILE")
@@ -111,16 +118,18 @@ def import_(options: ImportOptions) -> None:
 
 def _import_all(options: ImportOptions, remote: RepositoryUri | None) -> None:
     """Import into the folder ``options.repository``, and publish from there to ``remote``, if given."""
-    from hps.cli.model_options import choices
+    from hps.cli.model_options import choices, row_formats
     from hps.cli.model_publish import publish_to
     from hps.models.check import repeated_by_table
     from hps.models.repository import Repository
 
     chosen = choices(options.table, options.keys, options.vectors)
     written = []
-    for plan in _plans(options, chosen):
+    plans = _plans(options, chosen)
+    formats = row_formats(options.rows, {t.name for plan in plans for t in plan.tables})
+    for plan in plans:
         staged = options if remote is None else _staged(plan, options, remote)
-        written.append(_import(plan, staged))
+        written.append(_import(plan, staged, formats))
     repository = Repository(options.folder)
     opened = [repository.open(each.model, each.version) for each in written]
     repeated = [repeated_by_table(each) for each in opened]
@@ -128,10 +137,10 @@ def _import_all(options: ImportOptions, remote: RepositoryUri | None) -> None:
         uris = [publish_to(remote, each, replace_spec=options.replace_spec) for each in opened]
         written = [each._replace(folder=uri) for each, uri in zip(written, uris, strict=True)]
     if options.as_json:
-        print_json([_imported(*entry) for entry in zip(written, repeated, strict=True)])
+        print_json([_imported(*entry) for entry in zip(written, opened, repeated, strict=True)])
     else:
-        for each, counts in zip(written, repeated, strict=True):
-            _show(each, counts, remote or options.repository)
+        for each, version, counts in zip(written, opened, repeated, strict=True):
+            _show(each, version, counts, remote or options.repository)
 
 
 def _staged(plan: ImportPlan, options: ImportOptions, remote: RepositoryUri) -> ImportOptions:
@@ -160,14 +169,16 @@ class _ImportedVersion(NamedTuple):
     plan: ImportPlan
 
 
-def _import(plan: ImportPlan, options: ImportOptions) -> _ImportedVersion:
+def _import(
+    plan: ImportPlan, options: ImportOptions, formats: Mapping[str, str]
+) -> _ImportedVersion:
     """Write one version. Raises ConfigError, ModelError."""
     from hps.cli.model_options import base_version, check_wiring, pairs
     from hps.cli.progress import ConsoleProgress
     from hps.models.importers import ImportSettings, import_model
 
     model = _name(plan, options)
-    spec = _spec(plan, model, options)
+    spec = _with_rows(_spec(plan, model, options), formats, options)
     check_wiring(spec, options.dense)
     folder = import_model(
         options.folder,
@@ -205,6 +216,20 @@ def _spec(plan: ImportPlan, model: str, options: ImportOptions) -> ModelSpec:
     return describe(options.folder, model, plan, feature_specs, network, default_vectors)
 
 
+def _with_rows(spec: ModelSpec, formats: Mapping[str, str], options: ImportOptions) -> ModelSpec:
+    """The description with the formats of --rows. Raises ModelError if it contradicts a model.yaml."""
+    from hps.config import load_model_spec
+    from hps.models.importers.import_model import check_rows, with_rows
+
+    existing = options.folder / spec.name / "model.yaml"
+    if existing.is_file() and not options.replace_spec:
+        remedy = (
+            "leave --rows out, take another name (--name), or replace model.yaml (--replace-spec)"
+        )
+        check_rows(load_model_spec(existing), formats, str(existing), remedy, defaults=True)
+    return with_rows(spec, formats, str(options.spec or options.source))
+
+
 def _check_options(options: ImportOptions) -> None:
     """Check, before anything is read, that the options parse and are consistent."""
     from hps.cli.model_options import base_version, defaults, features, pairs
@@ -218,12 +243,19 @@ def _check_options(options: ImportOptions) -> None:
         )
 
 
-def _show(imported: _ImportedVersion, repeated: Mapping[str, int], repository: Location) -> None:
+def _show(
+    imported: _ImportedVersion,
+    opened: ModelVersion,
+    repeated: Mapping[str, int],
+    repository: Location,
+) -> None:
     from hps.models.check import repeated_text
 
     version = f"{imported.model}/{imported.version}"
     for table in imported.plan.tables:
         print_line(f"{version} {table.name}: {plural(table.rows, 'row')} of dim {table.dim}")
+        if (errors := row_errors(opened, table.name)) is not None:
+            print_line(f"  rows as {errors.rows}: {errors_text(errors)}")
         if repeated[table.name]:
             warn(f"{version} {table.name}: {repeated_text(repeated[table.name])}")
         for part, offset in table.parts:
@@ -251,7 +283,9 @@ def _plans(options: ImportOptions, tables: Sequence[TableChoice]) -> list[Import
     return [plan_import(source, tables, format=options.format_, model=options.model)]
 
 
-def _imported(imported: _ImportedVersion, repeated: Mapping[str, int]) -> dict[str, Any]:
+def _imported(
+    imported: _ImportedVersion, opened: ModelVersion, repeated: Mapping[str, int]
+) -> dict[str, Any]:
     return {
         "model": imported.model,
         "version": imported.version,
@@ -263,6 +297,7 @@ def _imported(imported: _ImportedVersion, repeated: Mapping[str, int]) -> dict[s
                 "repeated_keys": repeated[t.name],
                 "dim": t.dim,
                 "offsets": dict(t.parts),
+                "row_errors": row_errors_json(opened, t.name),
             }
             for t in imported.plan.tables
         ],

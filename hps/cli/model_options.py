@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,8 @@ from hps.config.model_schema import Datatype, DenseSpec, FeatureSpec, TensorSpec
 from hps.errors import ConfigError, ModelError
 from hps.models.importers import ImportPlan, TableChoice
 from hps.models.table_sharing import Base
+from hps.row_format import ROW_FORMAT_NAMES
+from hps.suggestions import hint_for
 
 FEATURE_FORM = "NAME=TABLE[,TABLE...][+OFFSET][:OPTION...]"
 FEATURE_OPTIONS = "sum, mean, none, context, hotness=N or max_hotness=N"
@@ -94,6 +96,26 @@ def defaults(values: Sequence[str] | None) -> dict[str, float | list[float]]:
             raise ConfigError(f"--default {table}: expected numbers, found '{text}'") from None
         found[table] = numbers if len(numbers) > 1 else numbers[0]
     return found
+
+
+def row_formats(values: Sequence[str] | None, tables: Iterable[str]) -> dict[str, str]:
+    """Parse --rows: ``FORMAT`` for all of ``tables``, or ``TABLE=FORMAT``, which precedes it; by table.
+
+    Raises ConfigError."""
+    texts, names = list(values or ()), list(tables)
+    of_all = [text for text in texts if "=" not in text]
+    if len(of_all) > 1:
+        raise ConfigError(f"--rows names two formats for all tables: {' and '.join(of_all)}")
+    single = pairs("--rows", [text for text in texts if "=" in text], "FORMAT or TABLE=FORMAT")
+    for name in (*of_all, *single.values()):
+        if name not in ROW_FORMAT_NAMES:
+            hint = hint_for(name, ROW_FORMAT_NAMES, "the formats are")
+            raise ConfigError(f"--rows: unknown format '{name}'{hint}")
+    for table in single:
+        if table not in names:
+            hint = hint_for(table, names, "the tables are")
+            raise ConfigError(f"--rows names table '{table}'{hint}")
+    return {**{table: of_all[0] for table in names if of_all}, **single}
 
 
 def _feature(data: dict[str, Any]) -> FeatureSpec:

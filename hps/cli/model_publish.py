@@ -55,7 +55,10 @@ class PublishModelOptions(ReportOptions):
 
 
 def publish(options: PublishModelOptions) -> None:
-    """Publish a new network for a version's tables, or upload a version."""
+    """Publish a new network for a version's tables, or upload a version.
+
+    Rows keep the formats of model.yaml. To change them, import the version's tables under another
+    name, with --spec model.yaml, --dense and --rows (hps model import)."""
     if options.to is None and options.dense is None and options.with_updates is None:
         raise ConfigError(
             "nothing to publish: name a remote repository (--to s3://bucket/models), or a network "

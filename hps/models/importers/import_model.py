@@ -112,6 +112,36 @@ def describe(
     return validate(ModelSpec, data, lambda _key: f"model '{name}' from {plan.source}")
 
 
+def with_rows(spec: ModelSpec, rows: Mapping[str, str], source: str) -> ModelSpec:
+    """Return ``spec`` with the row formats ``rows`` of its tables, by their names.
+
+    Raises ModelError if the description, which is that of ``source``, has `rows:` in another format, or
+    ConfigError."""
+    if not rows:
+        return spec
+    check_rows(spec, rows, source, "remove one of the two")
+    data = spec.model_dump()
+    for table, described in zip(spec.tables, data["tables"], strict=True):
+        if rows.get(table.name, table.row_format) != table.row_format:
+            described["rows"] = rows[table.name]
+    return validate(ModelSpec, data, lambda _key: "--rows")
+
+
+def check_rows(
+    spec: ModelSpec, rows: Mapping[str, str], source: str, remedy: str, *, defaults: bool = False
+) -> None:
+    """Raise ModelError if the description of ``source`` has `rows:` in another format than ``rows`` says.
+
+    ``defaults``: also where it has no `rows:`, which are then as the table's `dtype`."""
+    for table in spec.tables:
+        wanted = rows.get(table.name, table.row_format)
+        if wanted != table.row_format and (defaults or table.rows is not None):
+            raise ModelError(
+                f"{source} stores the rows of table '{table.name}' as {table.row_format}, but --rows says "
+                f"{wanted}; {remedy}"
+            )
+
+
 def _stacked_features(plan: ImportPlan) -> list[FeatureSpec]:
     """Return the features of stacked tables; empty if none is stacked, for the default features."""
     if not any(table.parts for table in plan.tables):

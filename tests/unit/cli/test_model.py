@@ -80,6 +80,7 @@ class TestImport:
                 "repeated_keys": 0,
                 "dim": 4,
                 "offsets": {"u.weight": 0, "i.weight": 10},
+                "row_errors": None,
             }
         ]
         assert [f.key_offset for f in Repository(models).spec("ctr").features] == [0, 10]
@@ -112,6 +113,58 @@ class TestImport:
             assert result.exit_code == 2
             assert message in result.stderr
             assert not models.exists()
+
+    def test_rows_of_all_tables_or_of_one_are_narrow(self, npz, models):
+        tables = ("-t", "users=u.weight", "-t", "items=i.weight")
+        words = ("import", npz, "-r", models, "-n", "ctr", *tables)
+        narrow = ("--rows", "int8", "--rows", "items=int4")
+        (done,) = printed(run(*words, *narrow, "-o", "json"))
+        found = {table["name"]: table["row_errors"] for table in done["tables"]}
+        assert [found[name]["rows"] for name in ("users", "items")] == ["int8", "int4"]
+        assert 0 < found["users"]["mean_error"] <= found["users"]["max_error"] < 1 / 500
+        assert 0.005 < found["items"]["max_error"] < 1 / 29
+        opened = Repository(models).open("ctr")
+        assert {t.name: t.rows for t in opened.spec.tables} == {"users": "int8", "items": "int4"}
+        inspected = printed(run("inspect", "ctr", "-r", models, "-o", "json"))
+        assert {t["name"]: t["row_errors"] for t in inspected["tables"]} == found
+        assert {t["row_format"] for t in inspected["tables"]} == {"int8", "int4"}
+        text = run("inspect", "ctr", "-r", models).stdout
+        assert f"{found['users']['max_error']:.3g}" in text
+        assert f"{found['items']['mean_relative_error']:.3%}" in text
+        again = run(*words, *narrow)  # the next version, which shares both tables
+        assert again.exit_code == 0, again.stderr
+        assert "rows as int4: error of a value at most" in again.stdout
+
+    def test_rows_that_contradict_a_description_are_rejected(self, tmp_path, npz, models):
+        words = ("import", npz, "-r", models, "-t", "users=u.weight", "-n")
+        assert run(*words, "ctr").exit_code == 0
+        result = run(*words, "ctr", "--rows", "int8")
+        assert result.exit_code == 2
+        for part in (f"{models}/ctr/model.yaml", "table 'users' as float32", "--rows says int8"):
+            assert part in result.stderr
+        assert run(*words, "ctr", "--rows", "float32").exit_code == 0
+        assert Repository(models).spec("ctr").tables[0].rows is None
+        assert run(*words, "ctr", "--rows", "int8", "--replace-spec").exit_code == 0
+        assert Repository(models).spec("ctr").tables[0].rows == "int8"
+        (tmp_path / "m.yaml").write_text("name: m\ntables: [{name: users, dim: 4, rows: int4}]\n")
+        spec = (*words, "other", "--spec", tmp_path / "m.yaml")
+        assert "as int4, but --rows says int8" in run(*spec, "--rows", "int8").stderr
+        assert run(*spec, "--rows", "users=int4").exit_code == 0
+
+    @pytest.mark.parametrize(
+        ("rows", "message"),
+        [
+            (("int9",), "unknown format 'int9'; did you mean 'int8'?"),
+            (("user=int8",), "names table 'user'; did you mean 'users'?"),
+            (("int8", "int4"), "two formats for all tables: int8 and int4"),
+            (("users=int8", "users=int4"), "names 'users' twice"),
+        ],
+    )
+    def test_wrong_rows_options_are_errors(self, npz, models, rows, message):
+        options = [word for text in rows for word in ("--rows", text)]
+        result = run("import", npz, "-r", models, "-n", "ctr", "-t", "users=u.weight", *options)
+        assert (result.exit_code, message in result.stderr) == (2, True)
+        assert not models.exists()
 
     def test_spec_option_sets_the_description(self, tmp_path, npz, models):
         (tmp_path / "m.yaml").write_text(
