@@ -12,6 +12,7 @@ from hps.cli import model_serving, model_traffic
 from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.model_import import IMPORT_EXAMPLES, import_
 from hps.cli.model_publish import INDEX_EXAMPLES, PUBLISH_EXAMPLES, index, publish
+from hps.cli.model_rows import ROWS_EXAMPLES, rows
 from hps.cli.options import DEFAULT_REPOSITORY, ReportOptions, RepositoryLocation, repository_option
 from hps.cli.row_errors import ERROR_TITLES, errors_row, row_errors, row_errors_json
 from hps.errors import ConfigError, ModelError
@@ -40,6 +41,7 @@ class RepositoryOptions:
 app.command("import", epilog=IMPORT_EXAMPLES)(import_)
 app.command(epilog=PUBLISH_EXAMPLES)(publish)
 app.command(epilog=INDEX_EXAMPLES)(index)
+app.command(epilog=ROWS_EXAMPLES)(rows)
 app.command(epilog=model_serving.LOAD_EXAMPLES)(model_serving.load)
 app.command(epilog=model_serving.UNLOAD_EXAMPLES)(model_serving.unload)
 app.command(epilog=model_serving.LABEL_EXAMPLES)(model_serving.label)

@@ -112,25 +112,12 @@ class ScoreStream:
             yield self._next(pending)
 
     def _request(self, columns: Mapping[str, Any]) -> PredictRequest:
-        wanted = self._signature
-        features = {
-            f: keys_of(
-                f,
-                columns[f],
-                self.rows,
-                is_hex=self._is_hex,
-                missing=self._missing,
-                hotness=wanted.hotness.get(f),
-            )
-            for f in wanted.features
-        }
-        dense = {
-            name: dense_of(name, columns[name], tensor.dtype, tensor.shape, self.rows)
-            for name, tensor in wanted.dense.items()
-        }
-        self.keys += sum(len(k.keys) for k in features.values())
+        request = request_of(
+            self._signature, columns, self.rows, is_hex=self._is_hex, missing=self._missing
+        )
+        self.keys += sum(len(k.keys) for k in request.features.values())
         self.rows += len(next(iter(columns.values())))
-        return PredictRequest(features, dense)
+        return request
 
     def _next(self, pending: deque[tuple[Future[PredictResult], int]]) -> tuple[PredictResult, int]:
         future, step = pending.popleft()
@@ -138,6 +125,33 @@ class ScoreStream:
         self.defaulted += result.defaulted
         self.degraded |= set(result.degraded)
         return result, step
+
+
+def request_of(
+    signature: ModelSignature,
+    columns: Mapping[str, Any],
+    first_row: int,
+    *,
+    is_hex: bool = False,
+    missing: Callable[[str], KeyArray] | None = None,
+) -> PredictRequest:
+    """The request of a batch of columns; for the other arguments see `hps.cli.column_arrays.keys_of`."""
+    features = {
+        f: keys_of(
+            f,
+            columns[f],
+            first_row,
+            is_hex=is_hex,
+            missing=missing,
+            hotness=signature.hotness.get(f),
+        )
+        for f in signature.features
+    }
+    dense = {
+        name: dense_of(name, columns[name], tensor.dtype, tensor.shape, first_row)
+        for name, tensor in signature.dense.items()
+    }
+    return PredictRequest(features, dense)
 
 
 def _summary(out: Path, score: ScoreStream, seconds: float) -> None:

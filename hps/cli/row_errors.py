@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hps.tools.output import count
+from hps.tools.output import count, number
 
 if TYPE_CHECKING:
     from hps.models.manifest import RowConversion
@@ -29,8 +29,8 @@ def errors_row(errors: RowConversion | None) -> tuple[str, str, str]:
     """The cells below `ERROR_TITLES`."""
     if errors is None:
         return "", "", ""
-    relative = f"{errors.mean_relative_error:.3%}"
-    return f"{errors.max_error:.3g}", f"{errors.mean_error:.3g}", relative
+    relative = number(100 * errors.mean_relative_error, "{:.3g} %")
+    return number(errors.max_error, "{:.3g}"), number(errors.mean_error, "{:.3g}"), relative
 
 
 def errors_text(errors: RowConversion) -> str:
