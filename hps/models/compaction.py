@@ -183,7 +183,7 @@ def _counted(chunks: Iterator[Chunk], step: Callable[[int], None]) -> Iterator[C
 
 def _scanned(table: EmbeddingTable, store: MappedTier) -> Iterator[Chunk]:
     for rows in store.scan(table):
-        yield rows.keys, rows.vectors.astype(np.float32, copy=False)
+        yield rows.keys, to_vectors(table, rows.vectors, dtype=np.float32)
 
 
 def _watermark(

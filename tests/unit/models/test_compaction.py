@@ -16,11 +16,13 @@ from hps.models.check import check_version
 from hps.models.compaction import compact_version
 from hps.models.delta_files import DeltaFiles
 from hps.models.loader import load_tables
+from hps.models.manifest import read_manifest
 from hps.models.repository import Repository
 from hps.models.version_writer import write_version
 from hps.node.version_choice import ChoiceFile, VersionChoice
 from hps.tiers.mapped import MappedTier
 from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tiers.stored_rows import to_rows
 from hps.types import NoProgress, version_now
 from tests.support.waiting import PATIENT_GUARD
 
@@ -71,7 +73,7 @@ class Served:
         table = self.load(store, version)["users"]
         keys = np.array([k for k, v in changes.items() if v is not None], np.int64)
         values = np.array([v for v in changes.values() if v is not None], np.float32)
-        vectors = (values[:, None] + np.arange(4)).astype(table.dtype)
+        vectors = to_rows(table, (values[:, None] + np.arange(4)).astype(table.dtype))
         deleted = np.array([k for k, v in changes.items() if v is None], np.int64)
         now = np.uint64(version_now())
         rows = TableChanges(
@@ -228,3 +230,25 @@ def test_command(tmp_path):
     ChoiceFile(load_config(config).settings).write("m", VersionChoice(1))
     report = json.loads(invoke("store", "compact", "m", "-c", config, "-o", "json").stdout)
     assert (report["version"], report["base"]) == (4, 1)
+
+
+@pytest.mark.parametrize("rows", ["bfloat16", "int8"])
+def test_narrow_rows_are_folded_as_vectors(tmp_path, rows):
+    served = Served(tmp_path, rows=rows)
+    served.update(1, {int(key): 7.0 for key in KEYS})
+    folder, done = served.compact(1)
+    assert done[0].how == "whole"
+    vectors = np.fromfile(folder / "tables/users/emb_vector", np.float32).reshape(-1, 4)
+    assert np.allclose(vectors, [7, 8, 9, 10], atol=0.01)
+    assert read_manifest(folder / "manifest.json").tables["users"].conversion.rows == rows
+
+
+def test_folded_rows_have_the_errors_of_their_second_conversion(tmp_path):
+    served = Served(tmp_path, rows="int8")
+    served.update(1, FIRST)
+    folder, _ = served.compact(1)
+    users, items = (read_manifest(folder / "manifest.json").tables[n] for n in ("users", "items"))
+    base = read_manifest(tmp_path / "models/m/1/manifest.json").tables
+    assert users.conversion == base["users"].conversion is not None
+    assert users.delta.conversion.max_error == 0  # they were narrow before
+    assert items.conversion == base["items"].conversion is not None
