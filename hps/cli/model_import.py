@@ -129,7 +129,7 @@ def _import_all(options: ImportOptions, remote: RepositoryUri | None) -> None:
     formats = row_formats(options.rows, {t.name for plan in plans for t in plan.tables})
     for plan in plans:
         staged = options if remote is None else _staged(plan, options, remote)
-        written.append(_import(plan, staged, formats))
+        written.append(_import(plan, staged, formats, remote or options.repository))
     repository = Repository(options.folder)
     opened = [repository.open(each.model, each.version) for each in written]
     repeated = [repeated_by_table(each) for each in opened]
@@ -170,15 +170,15 @@ class _ImportedVersion(NamedTuple):
 
 
 def _import(
-    plan: ImportPlan, options: ImportOptions, formats: Mapping[str, str]
+    plan: ImportPlan, options: ImportOptions, formats: Mapping[str, str], repository: Location
 ) -> _ImportedVersion:
-    """Write one version. Raises ConfigError, ModelError."""
+    """Write one version; ``repository``: its destination. Raises ConfigError, ModelError."""
     from hps.cli.model_options import base_version, check_wiring, pairs
     from hps.cli.progress import ConsoleProgress
     from hps.models.importers import ImportSettings, import_model
 
     model = _name(plan, options)
-    spec = _with_rows(_spec(plan, model, options), formats, options)
+    spec = _with_rows(_spec(plan, model, options), formats, options, repository)
     check_wiring(spec, options.dense)
     folder = import_model(
         options.folder,
@@ -216,7 +216,9 @@ def _spec(plan: ImportPlan, model: str, options: ImportOptions) -> ModelSpec:
     return describe(options.folder, model, plan, feature_specs, network, default_vectors)
 
 
-def _with_rows(spec: ModelSpec, formats: Mapping[str, str], options: ImportOptions) -> ModelSpec:
+def _with_rows(
+    spec: ModelSpec, formats: Mapping[str, str], options: ImportOptions, repository: Location
+) -> ModelSpec:
     """The description with the formats of --rows. Raises ModelError if it contradicts a model.yaml."""
     from hps.config import load_model_spec
     from hps.models.importers.import_model import check_rows, with_rows
@@ -226,7 +228,8 @@ def _with_rows(spec: ModelSpec, formats: Mapping[str, str], options: ImportOptio
         remedy = (
             "leave --rows out, take another name (--name), or replace model.yaml (--replace-spec)"
         )
-        check_rows(load_model_spec(existing), formats, str(existing), remedy, defaults=True)
+        source = f"{repository}/{spec.name}/model.yaml"
+        check_rows(load_model_spec(existing), formats, source, remedy, defaults=True)
     return with_rows(spec, formats, str(options.spec or options.source))
 
 
