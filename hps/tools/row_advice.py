@@ -81,7 +81,7 @@ def measure_formats(
                     sums.add(_errors(spec.name, name, block))
                 if spec.name in wanted:
                     narrowed = table.narrow(some_keys)
-                    chosen = np.isin(narrowed, wanted[spec.name])
+                    chosen = _among(narrowed, wanted[spec.name])
                     keys.append(narrowed[chosen])
                     vectors.append(block[chosen])
                 step(len(block))
@@ -93,6 +93,14 @@ def measure_formats(
             advice.formats[name] = FormatFigures(name, size, sums.conversion(kind))
         found.append(advice)
     return found, rows
+
+
+def _among(keys: KeyArray, wanted: KeyArray) -> NDArray[np.bool_]:
+    """Return which of ``keys (n,)`` are among ``wanted (m,)``, ascending."""
+    at = np.searchsorted(wanted, keys)
+    found: NDArray[np.bool_] = at < len(wanted)
+    found[found] = wanted[at[found]] == keys[found]
+    return found
 
 
 def _errors(table: str, name: str, vectors: NDArray[np.float32]) -> RowErrors:
