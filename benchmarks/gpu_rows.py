@@ -233,7 +233,8 @@ def measure(report: Report, dim: int, held: int) -> None:
         narrow.close()
         measured = {"pooled": pooled / floor, "raw": raw / floor, "decoded": decoded / gathered}
         measured["payload"] = size / (4 * dim)
-        report.values |= {f"{what}_{name}": value for what, value in measured.items()}
+        judged = {f"{what}_{name}": value for what, value in measured.items()}
+        report.values |= {bar.name: judged[bar.name] for bar in BARS if bar.name in judged}
         rows.append(
             {
                 "rows": row_format,

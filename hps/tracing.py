@@ -121,10 +121,10 @@ def timed_wait(origin: RequestContext | None, call: Callable[..., T]) -> Callabl
 def timed_total(call: Callable[..., T], name: str) -> Callable[..., T]:
     """Wrap ``call`` to add its time to ``name`` of the `current_context`, which must be profiled."""
 
-    def run(*arguments: Any) -> T:
+    def run(*arguments: Any, **options: Any) -> T:
         started = perf_counter_ns()
         try:
-            return call(*arguments)
+            return call(*arguments, **options)
         finally:
             if (origin := current_context()) is not None:
                 origin.spent(name, perf_counter_ns() - started)

@@ -156,7 +156,7 @@ def request_of(keys, batch):
 def same(one, other):
     assert one.outputs.keys() == other.outputs.keys()
     for name, values in other.outputs.items():
-        np.testing.assert_allclose(one.outputs[name], values, rtol=1e-5)
+        np.testing.assert_allclose(one.outputs[name], values, rtol=1e-5, atol=1e-6)
         assert one.outputs[name].dtype == values.dtype
     assert (one.defaulted, one.degraded) == (other.defaulted, other.degraded)
 

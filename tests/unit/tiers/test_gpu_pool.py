@@ -111,9 +111,9 @@ def test_pooling_counts_as_use():
     cache = GpuCache({})
     table = filled(cache, 8)
     held = cache.held(table)
-    held.clock += held.age
+    held.clock.ticks += held.clock.age
     assert cache.pool([requests(table, JaggedKeys(np.arange(100), 10), "sum")])
-    exported = cache.export(table, least=held.clock)[0].get()
+    exported = cache.export(table, least=held.clock.ticks)[0].get()
     assert set(exported.tolist()) == set(range(100))
 
 

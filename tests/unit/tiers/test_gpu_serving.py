@@ -106,16 +106,16 @@ def test_prepared_pooling_counts_as_use():
     table = EmbeddingTable.make("t", 4)
     cache = filled([table], 64)
     held = cache.held(table)
-    held.clock = 40
+    held.clock.ticks = 40
     out = cupy().empty((1, 4), np.float32)
     prepared = cache.prepare([(table, 1, 1, False, out)])
-    held.clock += held.age
+    held.clock.ticks += held.clock.age
     prepared.keys[0][:] = 7
     stream = cache.space.take_stream()
     prepared.launch(stream)
     stream.synchronize()
-    keys, _, _, scores = cache.export(table, least=held.clock)
-    assert (keys.get().tolist(), scores.get().tolist()) == ([7], [held.clock])
+    keys, _, _, scores = cache.export(table, least=held.clock.ticks)
+    assert (keys.get().tolist(), scores.get().tolist()) == ([7], [held.clock.ticks])
 
 
 class Once(MemoryTier):
