@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "by_row_bytes.hpp"
 #include "cache_reader.hpp"
 
 #define HPS_STRINGIFY(x) #x
@@ -64,30 +65,6 @@ std::size_t fetch_rows(const CacheView& view, const std::int64_t* keys, const st
       });
   return unanswered;
 }
-
-// Common row lengths have specialized copies; other lengths use the general one. 36, 68 and 132
-// bytes are int8 rows of dim 32, 64 and 128, and int4 rows of dim 64 and 128.
-#define HPS_BY_ROW_BYTES(function, ...)  \
-  switch (view.row_bytes) {              \
-    case 32:                             \
-      return function<32>(__VA_ARGS__);  \
-    case 36:                             \
-      return function<36>(__VA_ARGS__);  \
-    case 64:                             \
-      return function<64>(__VA_ARGS__);  \
-    case 68:                             \
-      return function<68>(__VA_ARGS__);  \
-    case 128:                            \
-      return function<128>(__VA_ARGS__); \
-    case 132:                            \
-      return function<132>(__VA_ARGS__); \
-    case 256:                            \
-      return function<256>(__VA_ARGS__); \
-    case 512:                            \
-      return function<512>(__VA_ARGS__); \
-    default:                             \
-      return function<0>(__VA_ARGS__);   \
-  }
 
 bool gather(const CacheView& view, const std::int64_t* keys, std::size_t n,
             std::uint8_t* out){HPS_BY_ROW_BYTES(gather_rows, view, keys, n, out)}

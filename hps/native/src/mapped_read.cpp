@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "by_row_bytes.hpp"
 #include "mapped_reader.hpp"
 
 #define HPS_STRINGIFY(x) #x
@@ -83,29 +84,6 @@ void copy_records(const MappedView& view, const std::int64_t* positions, std::si
                 reader.row_bytes());
   }
 }
-
-// Common row lengths have specialized copies; other lengths use the general one.
-#define HPS_BY_ROW_BYTES(function, ...)  \
-  switch (view.row_bytes) {              \
-    case 32:                             \
-      return function<32>(__VA_ARGS__);  \
-    case 36:                             \
-      return function<36>(__VA_ARGS__);  \
-    case 64:                             \
-      return function<64>(__VA_ARGS__);  \
-    case 68:                             \
-      return function<68>(__VA_ARGS__);  \
-    case 128:                            \
-      return function<128>(__VA_ARGS__); \
-    case 132:                            \
-      return function<132>(__VA_ARGS__); \
-    case 256:                            \
-      return function<256>(__VA_ARGS__); \
-    case 512:                            \
-      return function<512>(__VA_ARGS__); \
-    default:                             \
-      return function<0>(__VA_ARGS__);   \
-  }
 
 std::size_t gather(const MappedView& view, const std::int64_t* keys, std::size_t n,
                    std::uint8_t* out,
