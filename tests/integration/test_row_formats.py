@@ -11,6 +11,7 @@ from hps.config.model_schema import ModelSpec
 from hps.config.server_settings import GrpcSettings, ServerSettings
 from hps.lookup.remote.lookup_codec import LookupRequestTemplate
 from hps.models.version_writer import write_version
+from hps.native import COMPILED
 from hps.row_format import row_format
 from hps.tiers.stored_rows import to_rows, to_vectors
 from hps.types import EmbeddingTable
@@ -110,6 +111,7 @@ def test_front_ends_answer_the_vectors_of_their_nodes(models, tmp_path, monkeypa
             port.join()
 
 
+@pytest.mark.skipif(not COMPILED, reason="a shared cache needs the compiled core")
 @pytest.mark.parametrize("mapped", [{}, {"memory_bytes": 0}, {"enabled": False}])
 def test_attached_processes_read_the_rows_of_the_node(models, tmp_path, mapped):
     cache = {"share": 0.5, "warm": True}
