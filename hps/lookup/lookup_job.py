@@ -44,6 +44,12 @@ class TableKeys:
     keys: list[JaggedKeys]
 
     @property
+    def gives_narrow_rows(self) -> bool:
+        """True if all features may be answered by rows as they are stored."""
+        pairs = zip(self.features, self.keys, strict=True)
+        return all(gives_narrow_rows(self.part.table, f.pooling, k) for f, k in pairs)
+
+    @property
     def sizes(self) -> list[tuple[str, int]]:
         """Each feature's name and number of keys."""
         return [(f.name, len(k.keys)) for f, k in zip(self.features, self.keys, strict=True)]
@@ -125,7 +131,9 @@ class FullLookupJob(LookupJob):
             part, inverse = keys_of_table.part, keys_of_table.inverse
             whole = inverse is not None or len(keys_of_table.features) == 1
             codes = part.source.tobytes()
-            vectors_of_part, has_defaults = with_defaults(part, codes)
+            vectors_of_part, has_defaults = part.out, False
+            if not (result.stored_rows and keys_of_table.gives_narrow_rows):
+                vectors_of_part, has_defaults = with_defaults(part, codes)
             if inverse is not None:
                 codes = part.source.take(inverse).tobytes()
             if has_defaults:

@@ -56,7 +56,7 @@ def attach(path: Path, table: EmbeddingTable, entry: Entry) -> CacheTable:
     try:
         like = np.empty((0, table.row_width), table.row_dtype)
         code = table.row_format.code
-        return _core.CacheTable.attach(file, like, int(Source.CPU), code)  # type: ignore[return-value]
+        return _core.CacheTable.attach(file, like, int(Source.CPU), code)  # type: ignore[return-value] # its twin has the same methods
     finally:
         os.close(file)
 

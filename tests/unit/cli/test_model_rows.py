@@ -125,9 +125,9 @@ def test_scores_are_those_of_a_node_with_such_rows(tmp_path, models, requests):
     difference = np.abs(narrow - exact)
     assert users["int4"]["scores"]["max_difference"] == pytest.approx(difference.max())
     assert users["int4"]["scores"]["mean_difference"] == pytest.approx(difference.mean())
-    order = lambda values: pairs(values, columns["click"] == 1)  # noqa: E731
-    assert report["auc"] == pytest.approx(order(exact))
-    assert users["int4"]["scores"]["auc"] == pytest.approx(order(narrow))
+    clicks = columns["click"] == 1
+    assert report["auc"] == pytest.approx(pairs(exact, clicks))
+    assert users["int4"]["scores"]["auc"] == pytest.approx(pairs(narrow, clicks))
     assert users["float32"]["scores"]["auc_loss"] == 0
 
 

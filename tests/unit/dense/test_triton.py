@@ -653,6 +653,7 @@ def test_grpc_connection_lost_in_a_call_is_unavailable():
     try:
         with pytest.raises(TritonUnavailable):
             transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 60)
+        assert len(calls) == 1  # it is not sent again by itself
         outputs = _retried(lambda: transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 60))
         assert outputs["y"].tolist() == [[2, 2]]
         assert len(calls) >= 2  # a try over the lost connection may have reached the server, too

@@ -107,12 +107,8 @@ def test_loaded_version_is_served_from_the_gpu(config):
         assert version_in(node) == 1
         assert node.load("m", 2) == 2
         assert version_in(node) == 2
-        asked = request_of(np.arange(200), 2)
-
-        def sources():
-            return set(node.predict("m", *asked, want_source=True).sources["user"].tolist())
-
-        until(lambda: sources() == {hps.types.Source.GPU})  # rows that did not fit are promoted
+        found = node.predict("m", *request_of(np.arange(200), 2), want_source=True)
+        assert set(found.sources["user"]) == {hps.types.Source.GPU}
         if COMPILED:
             assert node.model("m").pipeline.is_scheduled
         until(lambda: tables_on_gpu(node) == [2])
