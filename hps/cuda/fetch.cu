@@ -7,7 +7,7 @@
 // them a key: a warp works on 32 / T keys together. A part begins at a block, so that all keys of a
 // block are of one part. Any number of fetches and one writer may run in parallel (README.md).
 // Twin: twin.py TwinTable.fetch.
-#include "search.cuh"
+#include "staged_rows.cuh"
 
 struct FetchPart {
   char* lines;
@@ -181,31 +181,37 @@ __device__ __forceinline__ void copy_any_rows(const FetchPart& p, u32 row, u32 a
   }
 }
 
-// The same for rows of WORDS 4-byte words, one more than a power of two: those of scaled formats.
-// Each thread copies a word of a row at a time; the last words of all rows are copied by a lane
-// each.
+// The same for rows of WORDS 4-byte words, an odd number: those of scaled formats. The warp's rows
+// are neighbours in out, so that threads compose 16 bytes of it at a time.
 template <int KEYS, int WORDS>
 __device__ __forceinline__ void copy_words(const FetchPart& p, u32 row, u32 at) {
-  constexpr int T = WORDS - 1, STEP = 32 / T;
-  constexpr int AT_ONCE = KEYS / STEP < 8 ? KEYS / STEP : 8;
-  const int lane = threadIdx.x & 31, rank = lane % T;
-  u32 tail = 0;
-  if (row != NO_ROW) tail = __ldg((const u32*)row_at(p, row, p.stride) + T);
+  if (p.positions || (size_t)p.out & 15) return copy_any_rows<KEYS, 4>(p, row, at);
+  using Staged = StagedRows<4 * WORDS, 32, KEYS>;
+  __shared__ Staged all[BLOCK / 32];
+  Staged& staged = all[threadIdx.x / 32];
+  uint4* const to = (uint4*)(p.out + (size_t)__shfl_sync(WARP, at, 0) * (4 * WORDS));
+  const u32 there = __ballot_sync(WARP, row != NO_ROW);
+  staged.template load<false, 32>(p, row, 0, KEYS);
+  wait_for_copies();
+  const u32* const from = (const u32*)staged.of;
 #pragma unroll 1
-  for (int first = 0; first < KEYS; first += STEP * AT_ONCE) {
-    u32 value[AT_ONCE], number[AT_ONCE];
+  for (int unit = threadIdx.x & 31; unit < KEYS * WORDS / 4; unit += 32) {
+    u32 value[4];
+    bool real[4];
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; k++) {
-      number[k] = __shfl_sync(WARP, row, first + k * STEP + lane / T);
-      if (number[k] != NO_ROW) value[k] = __ldg((const u32*)row_at(p, number[k], p.stride) + rank);
+    for (int j = 0; j < 4; j++) {
+      const int slot = (4 * unit + j) / WORDS;
+      value[j] = from[4 * unit + j + slot * (4 * Staged::UNITS - WORDS)];
+      real[j] = there >> slot & 1;
+    }
+    if (real[0] && real[3]) {
+      store(to + unit, make_uint4(value[0], value[1], value[2], value[3]));
+      continue;
     }
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; k++) {
-      const size_t place = __shfl_sync(WARP, at, first + k * STEP + lane / T);
-      if (number[k] != NO_ROW) __stcs((u32*)p.out + place * WORDS + rank, value[k]);
-    }
+    for (int j = 0; j < 4; j++)
+      if (real[j]) ((u32*)(to + unit))[j] = value[j];
   }
-  if (row != NO_ROW) __stcs((u32*)p.out + (size_t)at * WORDS + T, tail);
 }
 
 // UNITS: the units of every row, 16 bytes or 4 each, or 0 if rows differ or have another size.
@@ -257,8 +263,9 @@ __device__ __forceinline__ void fetch_keys(const FetchArgs& a, const FetchPart& 
     q.key = __ldcs(p.keys + at);
     q.home = home_half(mix(q.key), p.buckets);
   }
-  search_homes<KEYS, FORM, STAMP, is_kept(UNIT == 16 ? UNITS : 0)>(p, q, p.n - first);
-  search_rest<FORM, STAMP, is_kept(UNIT == 16 ? UNITS : 0)>(p, q);
+  constexpr bool KEEP = is_kept(UNIT == 16 ? UNITS : 0);
+  search_homes<KEYS, FORM, STAMP, KEEP>(p, q, __ballot_sync(WARP, real));
+  search_rest<FORM, STAMP, KEEP>(p, q);
 #ifdef HPS_SLOW_READS
   if (is_slow(mix(q.key))) __nanosleep(HPS_SLOW_READS);
 #endif
@@ -282,9 +289,9 @@ __device__ __forceinline__ u32 first_key(const FetchPart& p) {
   return ((blockIdx.x - p.first_block) * (BLOCK / 32) + threadIdx.x / 32) * KEYS;
 }
 
-// Blocks of a multiprocessor: as many as leave enough registers.
+// Blocks of a multiprocessor: as many as leave enough registers. Odd units are those of copy_words.
 __device__ constexpr int resident_blocks(int units, int form) {
-  return units == 32 ? 4 : is_batched(form) ? 6 : 8;
+  return units == 32 ? 4 : units & 1 || is_batched(form) ? 6 : 8;
 }
 
 // Reports the number of misses and, above it, the launch's sequence number to the host, which may

@@ -69,7 +69,7 @@ POOL_PART = np.dtype(
         *((name, np.uint64) for name in ("weights", "out")),
         *((name, np.uint32) for name in ("buckets", "stride", "dim", "on_device", "bags")),
         *((name, np.uint32) for name in ("hotness", "first_block", "now", "policy", "mean")),
-        *((name, np.uint32) for name in ("half", "hidden", "format", "each")),
+        *((name, np.uint32) for name in ("half", "hidden", "format", "unused")),
     ],
     align=True,
 )

@@ -137,21 +137,11 @@ __device__ __forceinline__ u32 pool_bag(const PoolPart& p, u32 bag, const Tile<T
 
 template <int T, int UNIT>
 __global__ void __launch_bounds__(BLOCK) pool_kernel(const __grid_constant__ PoolArgs a) {
-  int index = 0;
-  while (index + 1 < (int)a.parts && a.part[index + 1].first_block <= blockIdx.x) index++;
-  const PoolPart& p = a.part[index];
+  const PoolPart& p = part_of_block(a);
   const Tile<T> tile;
   const u32 bag = (blockIdx.x - p.first_block) * (BLOCK / T) + threadIdx.x / T;
   const u32 missing = bag < p.bags ? pool_bag<T, UNIT>(p, bag, tile) : 0;
-  if (missing && tile.rank == 0) atomicAdd(a.missing, missing);
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    if (atomicAdd(a.done, 1u) == gridDim.x - 1) {
-      *a.result = atomicExch(a.missing, 0u);
-      *a.done = 0;
-    }
-  }
+  report(a, missing, tile.rank == 0);
 }
 
 // pool_rows_kernel: pool bags of fetched rows, all features in one launch.

@@ -24,15 +24,15 @@ struct PoolPart {
   u32 half;    // out is float16, else float32
   u32 hidden;  // see row_mask
   u32 format;  // of the rows
-  u32 each;    // pool_warp_kernel: bags a warp
+  u32 unused;
 };
 
 constexpr int PARTS = 32;
 
 struct PoolArgs {
   u32* missing;
-  u32* done;    // (1,) the number of blocks that have ended
-  u32* result;  // in host memory: receives missing, which is reset to zero
+  u32* done;    // with result: (1,) the number of blocks that have ended
+  u32* result;  // in host memory, or null: receives missing, which is reset to zero
   u32 parts;
   u32 unused;
   PoolPart part[PARTS];
@@ -40,3 +40,23 @@ struct PoolArgs {
 
 static_assert(sizeof(PoolPart) == 112, "must equal launch.POOL_PART");
 static_assert(sizeof(PoolArgs) == 32 + PARTS * 112, "must equal launch.POOL_ARGS");
+
+__device__ __forceinline__ const PoolPart& part_of_block(const PoolArgs& a) {
+  int index = 0;
+  while (index + 1 < (int)a.parts && a.part[index + 1].first_block <= blockIdx.x) index++;
+  return a.part[index];
+}
+
+// Counts keys without a row and, unless that is left to count_kernel, reports them at the end of
+// the launch. All threads must call it; of those with the same keys, one is `first`.
+__device__ __forceinline__ void report(const PoolArgs& a, u32 missing, bool first) {
+  if (missing && first) atomicAdd(a.missing, missing);
+  if (!a.result) return;
+  __syncthreads();
+  if (threadIdx.x) return;
+  __threadfence();
+  if (atomicAdd(a.done, 1u) == gridDim.x - 1) {
+    *a.result = atomicExch(a.missing, 0u);
+    *a.done = 0;
+  }
+}

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda.fetch import FetchWorkspace
-from hps.cuda.launch import BAGS_ARGS, MANY_KEYS, PARTS, POOL_ARGS, blocks_of
+from hps.cuda.launch import BAGS_ARGS, COUNTED_BEHIND, PARTS, POOL_ARGS, blocks_of
 from hps.cuda.loader import KernelStruct, kernel
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.staging import StagingBuffer, staging_bytes
@@ -26,41 +26,44 @@ PARTS_AT = POOL_ARGS.fields["part"][1]  # type: ignore[index] # None for a plain
 ROWS_PART = struct.Struct("<6Q8I")
 ROWS_PARTS_AT = BAGS_ARGS.fields["part"][1]  # type: ignore[index]
 _WIDEST = 32
-_WARP_DIMS = 64, 128
-_SEARCHED, _SEARCHED_OF_FEW = 32, 8
-"""Keys that a warp searches together; fewer in small batches, so that there are enough warps."""
+_WARP_DIMS = 16, 32, 64, 128
+_VALUES = 4, 4, 4, 4, 4, 8
+"""Values that a lane sums, by the code of the row format."""
+_DECODED = 8
+"""Bags of one key that a warp works on."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """The kernel of a pooling, and the threads of a bag, or of some bags of ``keys`` together."""
+    """The kernel of a pooling, and the threads of a block for each bag."""
 
     kernel: str
     threads: int
-    keys: int = 0
 
     @staticmethod
     def of(
-        tables: Sequence[EmbeddingTable], outs: Sequence[int], keys: int, *, single: bool
+        tables: Sequence[EmbeddingTable],
+        outs: Sequence[int],
+        *,
+        single: bool,
+        weighted: bool = False,
     ) -> PoolShape:
-        """Return the shape for ``keys`` in all of ``tables``, pooled to the addresses ``outs``.
+        """Return the shape for poolings of ``tables`` to the addresses ``outs``.
 
-        ``single``: all bags have a key, and none has a weight."""
-        codes = {(table.row_format.code, table.dim) for table in tables}
-        code, dim = next(iter(codes))
-        if len(codes) == 1 and dim in _WARP_DIMS and not reduce(or_, outs) & 15:
-            some = _SEARCHED if keys >= MANY_KEYS else _SEARCHED_OF_FEW
-            name = "decode_warp_kernel" if single else "pool_warp_kernel"
-            return PoolShape(f"{name}<{code}, {dim // 32}>", 32, some)
+        ``single``: all bags have one key; ``weighted``: some have weights."""
+        formats = {(table.row_format, table.dim) for table in tables}
+        row_format, dim = next(iter(formats))
+        if len(formats) == 1 and dim in _WARP_DIMS and not reduce(or_, outs) & 15:
+            if single and not weighted:
+                return PoolShape(f"decode_warp_kernel<{row_format.code}, {dim}>", 32 // _DECODED)
+            values = _VALUES[row_format.code or 0]
+            name = f"{row_format.code}, {dim}, {values}, {str(weighted).lower()}"
+            return PoolShape(f"pool_warp_kernel<{name}>", dim // values)
         tile, unit = tile_and_unit([table.dim for table in tables])
         return PoolShape(f"pool_kernel<{tile}, {unit}>", tile)
 
-    def each(self, hotness: int) -> int:
-        """Return the bags that the threads pool together; ``hotness``: 0 if bags differ."""
-        return max(1, self.keys // hotness) if hotness else 1
-
-    def blocks(self, bags: int, hotness: int) -> int:
-        return blocks_of(-(-bags // self.each(hotness)), self.threads)
+    def blocks(self, bags: int) -> int:
+        return blocks_of(bags, self.threads)
 
 
 @dataclass(slots=True)
@@ -100,13 +103,15 @@ def _pool_some(
     staging.begin(
         sum(staging_bytes(request.keys, request.offsets, request.weights) for request in requests)
     )
-    tables, keys = [r.table.table for r in requests], sum(len(r.keys) for r in requests)
-    single = all(r.offsets is None and r.weights is None and r.hotness == 1 for r in requests)
-    shape = PoolShape.of(tables, [r.out.data.ptr for r in requests], keys, single=single)
+    shape = PoolShape.of(
+        [r.table.table for r in requests],
+        [r.out.data.ptr for r in requests],
+        single=all(r.offsets is None and r.hotness == 1 for r in requests),
+        weighted=any(r.weights is not None for r in requests),
+    )
     args, blocks = KernelStruct(POOL_ARGS), 0
     for index, request in enumerate(requests):
         table, bags = request.table, len(request.out)
-        hotness = 0 if request.offsets is not None else request.hotness
         buckets, stride, _, on_device = table.sizes
         lines, rows, host_rows, _ = table.pointers
         PART.pack_into(
@@ -120,14 +125,17 @@ def _pool_some(
             *(buckets, stride, table.table.dim, on_device),
             *(bags, request.hotness, blocks, table.clock.now, table.clock.stamping),
             *(request.mean, table.table.dtype == np.float16, table.hidden),
-            *(table.table.row_format.code, shape.each(hotness)),
+            *(table.table.row_format.code, 0),
         )
-        blocks += shape.blocks(bags, hotness)
-    args["parts"], args["result"] = len(requests), space.result_at
+        blocks += shape.blocks(bags)
+    behind = sum(len(r.keys) for r in requests) >= COUNTED_BEHIND
+    args["parts"], args["result"] = len(requests), 0 if behind else space.result_at
     args["missing"], args["done"] = space.counts.data.ptr, space.counts.data.ptr + 4
     staging.send(stream)
     run = kernel(shape.kernel)
     readers.run(stream, lambda: run.launch(blocks, args, stream.ptr))
+    if behind:
+        space.count.launch(1, space.count_args, stream.ptr)
     stream.synchronize()
     return int(space.result[0])
 

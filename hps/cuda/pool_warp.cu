@@ -1,200 +1,230 @@
-// pool_warp_kernel: pool_kernel for tables of one row format and of 32 * VALUES values, a warp per
-// `each` bags. decode_warp_kernel: the same for bags of one key without weights.
+// pool_warp_kernel: pool_kernel for tables of one row format and of dim DIM. decode_warp_kernel:
+// the same for bags of one key without weights.
 //
-// A warp searches up to 32 keys together and loads some rows, VALUES values a lane, before it adds
-// or writes the first one. The scales of all rows are loaded by a lane each. Only with fixed
-// hotness `each` may exceed 1. Arguments, results and reference as for pool_kernel.
+// Each of LANES = DIM / VALUES lanes has VALUES values of a row, so that a warp works on 32 / LANES
+// bags together. It searches up to 32 keys together and copies their rows to shared memory. Launch:
+// pool_warp_kernel, LANES threads a bag; decode_warp_kernel, a warp per KEYS bags. Arguments,
+// results and reference as for pool_kernel. All numbers here are as measured to be fastest
+// (README.md).
 #include "pool.cuh"
-#include "search.cuh"
+#include "staged_rows.cuh"
+
+constexpr int POOL_BLOCKS = 5, DECODE_BLOCKS = 6;  // on a multiprocessor: so many registers
+constexpr int STAGED = 4096;                       // bytes of values that a warp copies together
+constexpr int KEYS = 8;                            // bags of a warp of decode_warp_kernel
+constexpr int DECODED = 4;  // values a lane: so the lanes of a row write side by side
 
 __device__ __forceinline__ u32 hidden_of(const PoolPart& p) { return p.hidden; }
 
-template <u32 FORMAT, int VALUES>
+// The largest power of two up to `most`, of which at most `fitting`.
+__device__ __forceinline__ constexpr int power_up_to(int fitting, int most) {
+  int power = 1;
+  while (2 * power <= fitting && 2 * power <= most) power *= 2;
+  return power;
+}
+
+// How a warp works on rows: VALUES values of one a lane.
+template <u32 FORMAT, int DIM, int VALUES>
 struct Shape {
+  static constexpr int LANES = DIM / VALUES;
+  static constexpr int ROWS = 32 / LANES;                        // that a warp works on together
   static constexpr int BYTES = value_bits(FORMAT) * VALUES / 8;  // of a lane's values
   static constexpr int WORDS = (BYTES + 3) / 4;
-  static constexpr int AT_ONCE = BYTES > 8 ? 4 : 8;  // rows loaded before the first is used
-  static constexpr bool KEEP = VALUES == 4;          // see is_kept in fetch.cu
+  static constexpr int ROW_BYTES = row_bytes(FORMAT, DIM);
+  static constexpr int AT_ONCE = power_up_to(STAGED / (ROWS * value_bytes(FORMAT, DIM)), LANES);
+  using Staged = StagedRows<ROW_BYTES, LANES, AT_ONCE>;
 };
 
 // The keys of a warp that were found, one a lane.
 struct WarpRows {
   u32 row;     // or NO_ROW
-  u32 tail;    // the last four bytes of the row, if its format is scaled
   u32 missed;  // keys of the warp that were not found
 };
 
-// Searches `count` keys.
-template <u32 FORMAT, int VALUES>
-__device__ __forceinline__ WarpRows find_rows(const PoolPart& p, const u64* keys, u32 count) {
-  constexpr bool KEEP = Shape<FORMAT, VALUES>::KEEP;
-  const u32 lane = threadIdx.x & 31;
-  Query q = {0, 0, EMPTY, lane < count};
-  if (lane < count) {
-    q.key = __ldcs(keys + lane);
+// Searches the keys at `key` of the lanes that are `real`, of the first SEARCHED.
+template <int SEARCHED, bool KEEP>
+__device__ __forceinline__ WarpRows find_rows(const PoolPart& p, const u64* key, bool real) {
+  Query q = {0, 0, EMPTY, real};
+  if (real) {
+    q.key = __ldcs(key);
     q.home = home_half(mix(q.key), p.buckets);
   }
-  search_homes<32, 0, true, KEEP>(p, q, count);
+  search_homes<SEARCHED, 0, true, KEEP>(p, q, __ballot_sync(WARP, real));
   search_rest<0, true, KEEP>(p, q);
   const bool found = !(q.word & (EMPTY | TOMBSTONE));
-  WarpRows rows = {found ? q.word & row_mask(p.hidden) : NO_ROW, 0, 0};
-  rows.missed = __popc(__ballot_sync(WARP, lane < count && !found));
-  if (is_scaled(FORMAT) && found)
-    load_words<4>(&rows.tail, row_at(p, rows.row, p.stride) + value_bytes(FORMAT, 32 * VALUES));
-  return rows;
+  const u32 missed = __popc(__ballot_sync(WARP, real && !found));
+  return {found ? q.word & row_mask(p.hidden) : NO_ROW, missed};
 }
 
-// This lane's values of AT_ONCE rows as they are stored, of the warp's keys from `from` on.
-template <u32 FORMAT, int VALUES>
-struct RawRows {
-  using S = Shape<FORMAT, VALUES>;
-  u32 of[S::AT_ONCE][S::WORDS];
+// This lane's values of a staged row.
+template <u32 FORMAT, int DIM, int VALUES>
+struct Stored {
+  using S = Shape<FORMAT, DIM, VALUES>;
+  u32 of[S::WORDS];
+  Scale by;
 
-  __device__ __forceinline__ void load(const PoolPart& p, const WarpRows& rows, u32 from,
-                                       u32 count) {
+  __device__ __forceinline__ explicit Stored(const uint4* staged) {
+    const char *row = (const char*)staged, *from = row + (threadIdx.x & (S::LANES - 1)) * S::BYTES;
+    if constexpr (S::BYTES % 16 == 0) {
 #pragma unroll
-    for (int k = 0; k < S::AT_ONCE; k++) {
-      const u32 number = __shfl_sync(WARP, rows.row, from + k);
-      if (k < count && number != NO_ROW)
-        load_words<S::BYTES>(of[k], row_at(p, number, p.stride) + (threadIdx.x & 31) * S::BYTES);
+      for (int k = 0; k < S::WORDS; k += 4) {
+        const uint4 some = *(const uint4*)(from + 4 * k);
+        of[k] = some.x, of[k + 1] = some.y, of[k + 2] = some.z, of[k + 3] = some.w;
+      }
+    } else if constexpr (S::BYTES == 8) {
+      const uint2 some = *(const uint2*)from;
+      of[0] = some.x, of[1] = some.y;
+    } else if constexpr (S::BYTES == 4) {
+      of[0] = *(const u32*)from;
+    } else {
+      of[0] = *(const unsigned short*)from;
     }
+    if (is_scaled(FORMAT)) by = scale_of(FORMAT, *(const u32*)(row + value_bytes(FORMAT, DIM)));
   }
+
+  __device__ __forceinline__ float value(int k) const { return value_of(FORMAT, of, k, by); }
 };
 
 // Writes this lane's values of a bag.
-template <int VALUES>
+template <int DIM, int VALUES>
 __device__ __forceinline__ void store_values(const PoolPart& p, u32 bag, const float* of) {
-  const size_t at = ((size_t)bag * 32 + (threadIdx.x & 31)) * VALUES;
-  if (p.half) {
-    u32 pair[VALUES / 2];
+  const size_t at = (size_t)bag * DIM + (threadIdx.x & (DIM / VALUES - 1)) * VALUES;
 #pragma unroll
-    for (int v = 0; v < VALUES; v += 2) pair[v / 2] = narrow(of[v]) | (u32)narrow(of[v + 1]) << 16;
-    u32* to = (u32*)((unsigned short*)p.out + at);
-    if constexpr (VALUES == 4)
-      __stcs((uint2*)to, make_uint2(pair[0], pair[1]));
-    else
-      __stcs(to, pair[0]);
-  } else {
-    float* to = (float*)p.out + at;
-    if constexpr (VALUES == 4)
-      __stcs((float4*)to, make_float4(of[0], of[1], of[2], of[3]));
-    else
-      __stcs((float2*)to, make_float2(of[0], of[1]));
+  for (int v = 0; v < VALUES; v += 4) {
+    if (p.half) {
+      const u32 one = narrow(of[v]) | (u32)narrow(of[v + 1]) << 16;
+      const u32 two = narrow(of[v + 2]) | (u32)narrow(of[v + 3]) << 16;
+      __stcs((uint2*)((unsigned short*)p.out + at + v), make_uint2(one, two));
+    } else {
+      __stcs((float4*)((float*)p.out + at + v),
+             make_float4(of[v], of[v + 1], of[v + 2], of[v + 3]));
+    }
   }
 }
 
-// Pools the bags `bag` … `last` - 1. Returns the number of keys without a row.
-template <u32 FORMAT, int VALUES>
-__device__ __forceinline__ u32 pool_bags(const PoolPart& p, u32 bag, u32 last) {
-  constexpr u32 AT_ONCE = Shape<FORMAT, VALUES>::AT_ONCE;
-  const i64 begin = p.offsets ? p.offsets[bag] : (i64)bag * p.hotness;
-  const u32 n = (u32)((p.offsets ? p.offsets[last] : (i64)last * p.hotness) - begin);
-  float sum[VALUES], total = 0;
+template <u32 FORMAT, int DIM>
+using DecodedRows = StagedRows<row_bytes(FORMAT, DIM), 32, KEYS>;
+
+// The sum of a bag as far as it is known; each of the bag's lanes has some of the values.
+template <int VALUES>
+struct Sum {
+  float of[VALUES], total;  // total: of the weights
+};
+
+// Rows that a warp copies: `count` of each bag, of the keys from `from` on; `some` keys are of this
+// lane's bag, with a weight a lane.
+struct Batch {
+  int from, count, some;
+  float weight;
+};
+
+template <bool WEIGHTED, u32 FORMAT, int DIM, int VALUES>
+__device__ __forceinline__ void add_rows(const typename Shape<FORMAT, DIM, VALUES>::Staged& staged,
+                                         const Batch& batch, Sum<VALUES>& sum) {
+  using S = Shape<FORMAT, DIM, VALUES>;
+  const int own = (threadIdx.x & 31) / S::LANES;
+  wait_for_copies();
+#pragma unroll 4
+  for (int k = 0; k < batch.count; k++) {
+    const float factor = WEIGHTED ? __shfl_sync(WARP, batch.weight, batch.from + k, S::LANES) : 1;
+    const Stored<FORMAT, DIM, VALUES> stored(staged.of[k * S::ROWS + own]);
+    if (batch.from + k >= batch.some) continue;
+    if (WEIGHTED) sum.total += factor;
 #pragma unroll
-  for (int v = 0; v < VALUES; v++) sum[v] = n ? -0.0f : 0.0f;  // -0 + x is x
-  if (!n)
-    for (; bag < last; bag++) store_values<VALUES>(p, bag, sum);
-  const u32 size = p.offsets ? n : p.hotness;
-  u32 left = size, missing = 0;  // left: keys of the bag to be added
-  for (u32 first = 0; first < n; first += 32) {
-    const u32 count = min(n - first, 32u);
-    const WarpRows rows = find_rows<FORMAT, VALUES>(p, p.keys + begin + first, count);
-    missing += rows.missed;
-    float weight = 1;
-    if (p.weights && (threadIdx.x & 31) < count)
-      weight = p.weights[begin + first + (threadIdx.x & 31)];
-#pragma unroll 1
-    for (u32 from = 0, some; from < count; from += some) {
-      some = min(min(AT_ONCE, left), count - from);
-      RawRows<FORMAT, VALUES> raw;
-      raw.load(p, rows, from, some);
-#pragma unroll
-      for (int k = 0; k < AT_ONCE; k++) {
-        if (k >= some) break;
-        const Scale by = scale_of(FORMAT, __shfl_sync(WARP, rows.tail, from + k));
-        const float factor = __shfl_sync(WARP, weight, from + k);
-        total += factor;
-#pragma unroll
-        for (int v = 0; v < VALUES; v++) {
-          const float value = value_of(FORMAT, raw.of[k], v, by);
-          sum[v] = __fadd_rn(sum[v], p.weights ? __fmul_rn(value, factor) : value);
-        }
-      }
-      left -= some;
-      if (left) continue;
-      if (p.mean) {
-#pragma unroll
-        for (int v = 0; v < VALUES; v++) sum[v] = total == 0 ? 0 : __fdiv_rn(sum[v], total);
-      }
-      store_values<VALUES>(p, bag++, sum);
-#pragma unroll
-      for (int v = 0; v < VALUES; v++) sum[v] = -0.0f;
-      left = size, total = 0;
+    for (int v = 0; v < VALUES; v++) {
+      const float value = stored.value(v);
+      sum.of[v] = __fadd_rn(sum.of[v], WEIGHTED ? __fmul_rn(value, factor) : value);
     }
   }
+  __syncwarp();
+}
+
+// Pools the bags of a warp, `bag` being that of this lane; there may be none. Returns the number of
+// the warp's keys without a row. While rows are copied, the next keys are searched.
+template <bool WEIGHTED, u32 FORMAT, int DIM, int VALUES>
+__device__ __forceinline__ u32 pool_bags(const PoolPart& p, u32 bag,
+                                         typename Shape<FORMAT, DIM, VALUES>::Staged& staged) {
+  using S = Shape<FORMAT, DIM, VALUES>;
+  const u32 rank = threadIdx.x & (S::LANES - 1);
+  i64 begin = 0;
+  u32 n = 0, most = p.hotness, missing = 0;
+  if (p.offsets) {
+    if (bag < p.bags) begin = p.offsets[bag], n = (u32)(p.offsets[bag + 1] - begin);
+    most = __reduce_max_sync(WARP, n);
+  } else if (bag < p.bags) {
+    begin = (i64)bag * most, n = most;
+  }
+  Sum<VALUES> sum;
+  sum.total = WEIGHTED ? 0 : (float)n;
+#pragma unroll
+  for (int v = 0; v < VALUES; v++) sum.of[v] = n ? -0.0f : 0.0f;  // -0 + x is x
+  Batch batch = {0, 0, 0, 0};
+  for (u32 done = 0;; done += S::LANES) {
+    const int some = n > done ? min(n - done, S::LANES) : 0;
+    WarpRows rows = {NO_ROW, 0};
+    if (done < most) rows = find_rows<32, false>(p, p.keys + begin + done + rank, (int)rank < some);
+    missing += rows.missed;
+    if (done) add_rows<WEIGHTED, FORMAT, DIM>(staged, batch, sum);
+    if (done >= most) break;
+    batch.some = some;
+    if (WEIGHTED && (int)rank < some) batch.weight = p.weights ? p.weights[begin + done + rank] : 1;
+    const int end = min(most - done, S::LANES);
+#pragma unroll 1
+    for (batch.from = 0;; batch.from += S::AT_ONCE) {
+      batch.count = min(end - batch.from, S::AT_ONCE);
+      staged.template load<false, 2>(p, rows.row, batch.from, batch.count);
+      if (S::AT_ONCE == S::LANES || batch.from + S::AT_ONCE >= end) break;
+      add_rows<WEIGHTED, FORMAT, DIM>(staged, batch, sum);
+    }
+  }
+  if (bag >= p.bags) return missing;
+  if (p.mean && n) {
+#pragma unroll
+    for (int v = 0; v < VALUES; v++)
+      sum.of[v] = sum.total == 0 ? 0 : __fdiv_rn(sum.of[v], sum.total);
+  }
+  store_values<DIM, VALUES>(p, bag, sum.of);
   return missing;
 }
 
-// Writes the vectors of the keys `first` … `first` + `count` - 1, at most 32.
-template <u32 FORMAT, int VALUES>
-__device__ __forceinline__ u32 decode_keys(const PoolPart& p, u32 first, u32 count) {
-  constexpr u32 AT_ONCE = Shape<FORMAT, VALUES>::AT_ONCE;
-  const WarpRows rows = find_rows<FORMAT, VALUES>(p, p.keys + first, count);
-#pragma unroll 1
-  for (u32 from = 0; from < count; from += AT_ONCE) {
-    RawRows<FORMAT, VALUES> raw;
-    raw.load(p, rows, from, count - from);
+// Writes the vectors of the keys from `first` on, at most KEYS.
+template <u32 FORMAT, int DIM>
+__device__ __forceinline__ u32 decode_keys(const PoolPart& p, u32 first,
+                                           DecodedRows<FORMAT, DIM>& staged) {
+  using S = Shape<FORMAT, DIM, DECODED>;
+  const u32 lane = threadIdx.x & 31, i = first + lane;
+  const WarpRows rows = find_rows<KEYS, true>(p, p.keys + i, lane < KEYS && i < p.bags);
+  staged.template load<true, 32>(p, rows.row, 0, KEYS);
+  wait_for_copies();
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; k++) {
-      if (from + k >= count) break;
-      const Scale by = scale_of(FORMAT, __shfl_sync(WARP, rows.tail, from + k));
-      float value[VALUES];
+  for (u32 k = 0; k < KEYS; k += S::ROWS) {
+    const u32 own = k + lane / S::LANES;
+    const Stored<FORMAT, DIM, DECODED> stored(staged.of[own]);
+    float value[DECODED];
 #pragma unroll
-      for (int v = 0; v < VALUES; v++) value[v] = value_of(FORMAT, raw.of[k], v, by);
-      store_values<VALUES>(p, first + from + k, value);
-    }
+    for (int v = 0; v < DECODED; v++) value[v] = stored.value(v);
+    if (first + own < p.bags) store_values<DIM, DECODED>(p, first + own, value);
   }
   return rows.missed;
 }
 
-// The number of the warp among those of its part.
-__device__ __forceinline__ u32 warp_of(const PoolPart& p) {
-  return (blockIdx.x - p.first_block) * (BLOCK / 32) + threadIdx.x / 32;
-}
-
-__device__ __forceinline__ const PoolPart& part_of_block(const PoolArgs& a) {
-  int index = 0;
-  while (index + 1 < (int)a.parts && a.part[index + 1].first_block <= blockIdx.x) index++;
-  return a.part[index];
-}
-
-// Reports the keys without a row; all threads must call it, with their warp's number.
-__device__ __forceinline__ void report(const PoolArgs& a, u32 missing) {
-  if (missing && (threadIdx.x & 31) == 0) atomicAdd(a.missing, missing);
-  __syncthreads();
-  if (threadIdx.x) return;
-  __threadfence();
-  if (atomicAdd(a.done, 1u) == gridDim.x - 1) {
-    *a.result = atomicExch(a.missing, 0u);
-    *a.done = 0;
-  }
-}
-
-template <u32 FORMAT, int VALUES>
-__global__ void __launch_bounds__(BLOCK, 4) pool_warp_kernel(const __grid_constant__ PoolArgs a) {
+template <u32 FORMAT, int DIM, int VALUES, bool WEIGHTED>
+__global__ void __launch_bounds__(BLOCK, POOL_BLOCKS)
+    pool_warp_kernel(const __grid_constant__ PoolArgs a) {
+  using S = Shape<FORMAT, DIM, VALUES>;
+  __shared__ typename S::Staged staged[BLOCK / 32];
   const PoolPart& p = part_of_block(a);
-  const u32 bag = warp_of(p) * p.each;
-  u32 missing = 0;
-  if (bag < p.bags)
-    missing = pool_bags<FORMAT, VALUES>(p, bag, p.bags - bag < p.each ? p.bags : bag + p.each);
-  report(a, missing);
+  const u32 bag = ((blockIdx.x - p.first_block) * BLOCK + threadIdx.x) / S::LANES;
+  const u32 missing = pool_bags<WEIGHTED, FORMAT, DIM, VALUES>(p, bag, staged[threadIdx.x / 32]);
+  report(a, missing, threadIdx.x % 32 == 0);
 }
 
-template <u32 FORMAT, int VALUES>
-__global__ void __launch_bounds__(BLOCK, 5) decode_warp_kernel(const __grid_constant__ PoolArgs a) {
+template <u32 FORMAT, int DIM>
+__global__ void __launch_bounds__(BLOCK, DECODE_BLOCKS)
+    decode_warp_kernel(const __grid_constant__ PoolArgs a) {
+  __shared__ DecodedRows<FORMAT, DIM> staged[BLOCK / 32];
   const PoolPart& p = part_of_block(a);
-  const u32 first = warp_of(p) * p.each;
-  u32 missing = 0;
-  if (first < p.bags) missing = decode_keys<FORMAT, VALUES>(p, first, min(p.bags - first, p.each));
-  report(a, missing);
+  const u32 warp = (blockIdx.x - p.first_block) * (BLOCK / 32) + threadIdx.x / 32;
+  const u32 missing = decode_keys<FORMAT, DIM>(p, warp * KEYS, staged[threadIdx.x / 32]);
+  report(a, missing, threadIdx.x % 32 == 0);
 }

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cuda.launch import BAGS_ARGS, PARTS, POOL_ARGS, blocks_of
+from hps.cuda.launch import BAGS_ARGS, COUNT_ARGS, COUNTED_BEHIND, PARTS, POOL_ARGS, blocks_of
 from hps.cuda.loader import BLOCK, CudaKernel, KernelStruct, cupy, kernel
 from hps.cuda.pool import PART, PARTS_AT, ROWS_PART, ROWS_PARTS_AT, PoolShape, tile_and_unit
 from hps.cuda.reader_events import ReaderEvents
@@ -76,7 +76,10 @@ class PreparedPooling:
         """Return the same launch as steps of the batch scheduler, and the addresses of the counts that sum
         up to `missing`. They use this object's memory."""
         counts = [address_of(each.result) for each in self._launches]
-        return [*self._staging.steps(), *(each.step() for each in self._launches)], counts
+        return [
+            *self._staging.steps(),
+            *(step for each in self._launches for step in each.steps()),
+        ], counts
 
     def missing(self) -> int:
         """Return the number of keys without a row, once the stream is done; unless 0, the outs are
@@ -93,7 +96,6 @@ class _PoolingLaunch:
         shape = PoolShape.of(
             [table.table for table in self._tables],
             [request.out.data.ptr for request, _ in parts],
-            sum(request.n for request, _ in parts),
             single=all(request.hotness == 1 for request, _ in parts),
         )
         self._args, self._blocks = KernelStruct(POOL_ARGS), 0
@@ -108,17 +110,22 @@ class _PoolingLaunch:
                 *(buckets, stride, table.table.dim, on_device),
                 *(bags, request.hotness, self._blocks, 0, table.clock.stamping),
                 *(request.mean, table.table.dtype == np.float16, table.hidden),
-                *(table.table.row_format.code, shape.each(request.hotness)),
+                *(table.table.row_format.code, 0),
             )
-            self._blocks += shape.blocks(bags, request.hotness)
+            self._blocks += shape.blocks(bags)
         self._outs = [
             request.out for request, _ in parts
         ]  # keeps the memory that the kernel writes to
         self._counts = cp.zeros(2, np.uint32)
-        self._pinned = cp.cuda.alloc_pinned_memory(4)
-        self.result: NDArray[np.uint32] = np.frombuffer(self._pinned, np.uint32, 1)
-        self._args["parts"], self._args["result"] = len(parts), self._pinned.ptr
+        self._pinned = cp.cuda.alloc_pinned_memory(8)
+        self.result: NDArray[np.uint32] = np.frombuffer(self._pinned, np.uint32, 2)
+        self._is_counted_behind = sum(request.n for request, _ in parts) >= COUNTED_BEHIND
+        self._args["parts"] = len(parts)
+        self._args["result"] = 0 if self._is_counted_behind else self._pinned.ptr
         self._args["missing"] = self._counts.data.ptr
+        self._count, self._count_args = kernel("count_kernel"), KernelStruct(COUNT_ARGS)
+        self._count_args["miss_count"] = self._counts.data.ptr
+        self._count_args["result"] = self._pinned.ptr
         self._args["done"] = self._counts.data.ptr + 4
         self._kernel: CudaKernel = kernel(shape.kernel)
         self._now = self._args.array["part"]["now"]
@@ -130,23 +137,23 @@ class _PoolingLaunch:
     def run(self, stream: Any) -> None:
         self._now[: len(self._tables)] = [table.clock.now for table in self._tables]
         self._kernel.launch(self._blocks, self._args, stream.ptr)
+        if self._is_counted_behind:
+            self._count.launch(1, self._count_args, stream.ptr)
 
-    def step(self) -> Any:
-        """Return the launch as a step of the batch scheduler."""
+    def steps(self) -> list[Any]:
+        """Return the same as steps of the batch scheduler."""
         fresh = [
             (address_of(self._now[i : i + 1]), address_of(table.clock.cell))
             for i, table in enumerate(self._tables)
         ]
         from hps.native.scheduler import Step
 
-        return Step.kernel(
-            self._kernel.address,
-            self._blocks,
-            BLOCK,
-            address_of(self._args.array),
-            reads_tables=True,
-            fresh=fresh,
+        args, count = address_of(self._args.array), address_of(self._count_args.array)
+        pool = Step.kernel(
+            self._kernel.address, self._blocks, BLOCK, args, reads_tables=True, fresh=fresh
         )
+        behind = [Step.kernel(self._count.address, 1, BLOCK, count, False, [])]
+        return [pool, *(behind if self._is_counted_behind else [])]
 
 
 def address_of(array: NDArray[Any]) -> int:

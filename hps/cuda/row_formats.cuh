@@ -35,6 +35,10 @@ __device__ __forceinline__ constexpr u32 value_bytes(u32 format, u32 dim) {
   return (dim * value_bits(format) + 7) / 8;
 }
 
+__device__ __forceinline__ constexpr u32 row_bytes(u32 format, u32 dim) {
+  return value_bytes(format, dim) + (is_scaled(format) ? 4 : 0);
+}
+
 // The factors of a row: value = stored * scale + bias.
 struct Scale {
   float scale, bias;
@@ -60,8 +64,9 @@ __device__ __forceinline__ float float_of_float8(u32 code) {
   return __uint_as_float(bits | (code & 0x80) << 24);
 }
 
+// One rounding is as good as two: the product of 8 bits and a float16 is exact.
 __device__ __forceinline__ float scaled(float stored, Scale by) {
-  return __fadd_rn(__fmul_rn(stored, by.scale), by.bias);
+  return __fmaf_rn(stored, by.scale, by.bias);
 }
 
 // The value `k` of stored ones that begin with the words at `raw`.

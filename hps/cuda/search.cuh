@@ -39,25 +39,26 @@ __device__ __forceinline__ void stamp(const P& p, u32 half, int rank, const Slot
     stamp_slot(slot_at(p.lines, half, rank), slot.score, p.now, p.policy);
 }
 
-// Searches the home halves of the warp's `count` keys: four lanes read the half of a key, all loads
-// before the first comparison.
+// Searches the home halves of the warp's keys, those of the lanes in `keys`: four lanes read the
+// half of a key, all loads before the first comparison.
 template <int KEYS, int USE, bool STAMP, bool KEEP, typename P>
-__device__ __forceinline__ void search_homes(const P& p, Query& q, u32 count) {
+__device__ __forceinline__ void search_homes(const P& p, Query& q, u32 keys) {
   const int lane = threadIdx.x & 31, rank = lane & (HALF - 1), mine = 4 * (lane & 7);
   Slot slot[KEYS / 8];
   u32 home[KEYS / 8];
 #pragma unroll
   for (int r = 0; r < KEYS / 8; r++) {
     home[r] = __shfl_sync(WARP, q.home, 8 * r + lane / HALF);
-    if (KEYS < 32 || 8 * r + lane / HALF < count)
+    if (KEYS < 32 || keys >> (8 * r + lane / HALF) & 1)
       slot[r] = load_slot<KEEP>(slot_at(p.lines, home[r], rank));
     else
       slot[r] = {0, EMPTY, 0};
   }
 #pragma unroll
   for (int r = 0; r < KEYS / 8; r++) {
+    if (KEYS == 32 && !(keys >> 8 * r & 255)) continue;
     const u64 key = __shfl_sync(WARP, q.key, 8 * r + lane / HALF);
-    const bool hit = holds(slot[r], key, hidden_of(p)) && 8 * r + lane / HALF < count;
+    const bool hit = holds(slot[r], key, hidden_of(p)) && keys >> (8 * r + lane / HALF) & 1;
     const u32 hits = __ballot_sync(WARP, hit) >> mine & 15;
     const u32 word = __shfl_sync(WARP, slot[r].word, (mine + __ffs(hits) - 1) & 31);
     if (q.open && hits && lane / 8 == r) q.word = word, q.open = false;

@@ -42,10 +42,16 @@ EXPRESSIONS = {
         for unit in (4, 1)
     ],
     "pool_warp.cu": [
-        f"{name}<{code}, {values}>"
-        for name in ("pool_warp_kernel", "decode_warp_kernel")
+        kernel
         for code in range(len(ROW_FORMAT_NAMES))
-        for values in (2, 4)
+        for dim in (16, 32, 64, 128)
+        for kernel in (
+            f"decode_warp_kernel<{code}, {dim}>",
+            *(
+                f"pool_warp_kernel<{code}, {dim}, {8 if code == 5 else 4}, {weighted}>"
+                for weighted in ("false", "true")
+            ),
+        )
     ],
     "scatter.cu": [
         f"{name}<{tile}, {unit}>"

@@ -101,14 +101,16 @@ def scheduled(node):
     return sorted(each.key for each in node.scheduler._models.values())
 
 
-def test_loaded_version_is_served_from_the_gpu(config):
-    with opened(config) as node:
+@pytest.mark.parametrize(("share", "least"), [(1.0, 1.0), (0.5, 0.8)])
+def test_loaded_version_is_served_from_the_gpu(config, share, least):
+    """Of all rows each finds a slot; of as many as the table has slots, some do not."""
+    with opened(config, share=share) as node:
         require_network_on_gpu(node)
         assert version_in(node) == 1
         assert node.load("m", 2) == 2
         assert version_in(node) == 2
-        found = node.predict("m", *request_of(np.arange(200), 2), want_source=True)
-        assert set(found.sources["user"]) == {hps.types.Source.GPU}
+        found = node.predict("m", *request_of(np.arange(200), 300), want_source=True)
+        assert (found.sources["user"] == hps.types.Source.GPU).mean() >= least
         if COMPILED:
             assert node.model("m").pipeline.is_scheduled
         until(lambda: tables_on_gpu(node) == [2])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hps.cuda import pool as pooling
+from hps.cuda import prepared as prepared_poolings
 from hps.cuda.loader import cupy
 from hps.cuda.pool import PoolShape, RowBags
 from hps.errors import ConfigError
@@ -73,21 +74,20 @@ def check_pooling(cache, table, keys, combiner):
 def test_one_kernel_pools_tables_of_one_format_and_a_common_dim():
     table = table_of(128, "int8")
 
-    def kernel(*tables, out=4096, single=False):
-        return PoolShape.of(tables, [0, out], 100, single=single).kernel
+    def kernel(*tables, out=4096, **how):
+        return PoolShape.of(tables, [0, out], **({"single": False} | how)).kernel
 
-    assert kernel(table, table_of(128, "int8")) == "pool_warp_kernel<4, 4>"
-    assert kernel(table_of(64, "float16")) == "pool_warp_kernel<1, 2>"
-    assert kernel(table_of(64, "int4"), single=True) == "decode_warp_kernel<5, 2>"
+    assert kernel(table, table_of(128, "int8")) == "pool_warp_kernel<4, 128, 4, false>"
+    assert kernel(table_of(64, "float16"), weighted=True) == "pool_warp_kernel<1, 64, 4, true>"
+    assert kernel(table_of(64, "int4"), single=True) == "decode_warp_kernel<5, 64>"
+    assert kernel(table, single=True, weighted=True) == "pool_warp_kernel<4, 128, 4, true>"
     assert kernel(table, table_of(128, "int4"), single=True) == "pool_kernel<32, 4>"
     assert kernel(table_of(32, "int8")) == "pool_kernel<8, 4>"
     assert kernel(table, out=4) == "pool_kernel<32, 4>"  # out is not aligned
-    few, many = (PoolShape.of([table], [0], n, single=False) for n in (100, 1 << 20))
-    assert [few.each(n) for n in (0, 1, 3, 20)] == [1, 8, 2, 1]
-    assert [many.each(n) for n in (0, 1, 3, 20)] == [1, 32, 10, 1]
-    for shape, bags, hotness in [(few, 1000, 3), (many, 1000, 1), (many, 7, 20)]:
-        blocks = shape.blocks(bags, hotness)
-        assert (blocks - 1) * 8 * shape.each(hotness) < bags <= blocks * 8 * shape.each(hotness)
+    for single, bags_a_block in ((False, 8), (True, 64)):
+        shape = PoolShape.of([table], [0], single=single)
+        assert [shape.blocks(n * bags_a_block) for n in (1, 2, 7)] == [1, 2, 7]
+        assert shape.blocks(bags_a_block + 1) == 2
 
 
 def test_vectors_of_other_types_are_refused():
@@ -116,17 +116,62 @@ def test_pooled_rows_have_the_bits_of_the_host(dim, rows, dtype, weighted, combi
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("counted_behind", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("rows", ROW_FORMAT_NAMES)
-def test_warps_that_pool_many_bags_have_the_bits_of_the_host(dim, rows, monkeypatch):
-    monkeypatch.setattr(pooling, "MANY_KEYS", 0)
-    table = table_of(dim, rows)
+def test_poolings_of_many_bags_have_the_bits_of_the_host(dim, rows, counted_behind, monkeypatch):
+    for module in (pooling, prepared_poolings):
+        monkeypatch.setattr(module, "COUNTED_BEHIND", 0 if counted_behind else 1 << 30)
+    cp, table = cupy(), table_of(dim, rows)
     cache, rng = filled([table]), np.random.default_rng(2)
-    for hotness in (1, 3, 20):
-        check_pooling(cache, table, JaggedKeys(rng.integers(0, HELD, 999 * hotness), 999), "mean")
+    stream = cache.space.take_stream()
+    for hotness in (1, 3, 20, 33):
+        keys = rng.integers(0, HELD, 999 * hotness)
+        check_pooling(cache, table, JaggedKeys(keys, 999), "mean")
+        out = cp.empty((999, dim), np.float32)
+        prepared = cache.prepare([(table, len(keys), hotness, False, out)])
+        for missing in (0, 2, 0):
+            prepared.flat[:] = keys
+            prepared.flat[:missing] = HELD + 7
+            prepared.launch(stream)
+            stream.synchronize()
+            assert prepared.missing() == missing
+        assert out.get().tobytes() == expected_of(table, JaggedKeys(keys, 999), "sum").tobytes()
     missing = JaggedKeys(np.array([5, HELD + 7, 6, 8]), 4)
-    out = cupy().empty((4, dim), table.dtype)
+    out = cp.empty((4, dim), table.dtype)
     assert not cache.pool([DevicePooling(table, missing, "sum", out)])
+    cache.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ROW_FORMAT_NAMES)
+def test_rows_in_pinned_host_memory_are_pooled_and_fetched(rows):
+    cp, rng, table = cupy(), np.random.default_rng(3), table_of(128, rows)
+    cache, keys = GpuCache({}), np.arange(HELD)
+    cache.add_table(table, 2 * HELD, host_rows=HELD)
+    cache.insert(table, keys, rows_of(table, keys), np.full(HELD, NOW, np.uint64))
+    for hotness in (1, 7):
+        check_pooling(cache, table, JaggedKeys(rng.integers(0, HELD, 300 * hotness), 300), "sum")
+    out = cp.zeros((HELD, table.row_width), table.row_dtype)
+    cache.fetch([Part(table, keys, out, None, None, keys)], FetchContext())
+    np.testing.assert_array_equal(out.get(), rows_of(table, keys))
+    cache.close()
+
+
+@pytest.mark.gpu
+def test_tables_with_and_without_weights_are_pooled_together():
+    cp, rng = cupy(), np.random.default_rng(4)
+    tables = [table_of(64, "int8") for _ in range(3)]
+    cache = filled(tables)
+    bags = [jagged(rng, 90, 9, weighted=index == 1) for index in range(2)]
+    bags.append(JaggedKeys(rng.integers(0, HELD, 90 * 40), 90))
+    outs = [cp.empty((90, 64), np.float32) for _ in tables]
+    asks = [
+        DevicePooling(*each, "mean", out) for *each, out in zip(tables, bags, outs, strict=True)
+    ]
+    assert cache.pool(asks)
+    for table, keys, out in zip(tables, bags, outs, strict=True):
+        assert out.get().tobytes() == expected_of(table, keys, "mean").tobytes()
     cache.close()
 
 
