@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps import native
-from hps.errors import ConfigError
+from hps.errors import ConfigError, Unsupported
 from hps.native import twin_scored
+from hps.table.memory import DeviceMemory, HostMemory, Memory
 from hps.types import IndexArray, KeyArray
 
 Mask = NDArray[np.bool_]
@@ -19,8 +20,8 @@ Scores = NDArray[np.uint64]
 class Backend(Protocol):
     """A table of buckets with ``SLOTS`` slots each; `twin_scored.ScoredTable` describes the methods.
 
-    Arguments are checked, contiguous arrays in the backend's memory, and so are results: NumPy for ``cpu``
-    and ``twin``. A backend need not give rows their slot's number: numbers are from 0 to less than
+    Arguments are checked, contiguous arrays in the backend's memory (`memory_of`), and so are results. A
+    backend need not give rows their slot's number: numbers are from 0 to less than
     ``len(rows)``, and may change with any write. Nor need it keep a bucket's 128 slots: it keeps a new key if
     any of the slots that the key may take is free, and otherwise evicts the lowest score among them. The
     slots' order in `export` is its own.
@@ -56,13 +57,25 @@ class Backend(Protocol):
     def reserve(self, buckets: int) -> None: ...
 
 
-_CLASSES: dict[str, Any] = {"cpu": native.ScoredTable, "twin": twin_scored.ScoredTable}
-BACKENDS = tuple(_CLASSES)
+_ON_HOST: dict[str, Any] = {"cpu": native.ScoredTable, "twin": twin_scored.ScoredTable}
+BACKENDS = (*_ON_HOST, "cuda")
 SLOTS = twin_scored.SLOTS
 
 
 def backend_class(name: str) -> Any:
     """Return the class of backend ``name``. Raises ConfigError."""
-    if name not in _CLASSES:
+    if name not in BACKENDS:
         raise ConfigError(f"backend is {name!r}, but must be one of {', '.join(BACKENDS)}")
-    return _CLASSES[name]
+    if name in _ON_HOST:
+        return _ON_HOST[name]
+    from hps.table.device_table import ScoredTable
+
+    return ScoredTable
+
+
+def memory_of(name: str) -> Memory:
+    """Return the memory of backend ``name``, a device's current one. Raises ConfigError."""
+    try:
+        return HostMemory() if name in _ON_HOST else DeviceMemory()
+    except Unsupported as error:
+        raise ConfigError(f"backend is {name!r}, but {error}") from None

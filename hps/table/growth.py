@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps import native
-from hps.cgroups import free_host_bytes
 from hps.errors import BadRequest, ConfigError
 from hps.native.twin_scored import MOST_BUCKETS, MOST_DOUBLINGS
-from hps.table.backend import SLOTS, Backend, backend_class
+from hps.table.backend import SLOTS, Backend, backend_class, memory_of
 from hps.types import KeyArray
 
 _MOST_DIM = 1 << 20
@@ -70,6 +68,7 @@ class Growth:
         self._first = -(-init_capacity // SLOTS)
         self._row_bytes = like.shape[1] * like.itemsize
         self._class = backend_class(name)
+        self.memory = memory_of(name)
         most = _most_buckets(self._first, max_capacity or 0)
         self._check_growth(0, self._first)
         try:
@@ -115,7 +114,7 @@ class Growth:
             rows, new = self.backend.size + self._pending, len(keys)
             if rows + new > self.max_load_factor * self.capacity:
                 missing = keys[~self.backend.find(keys, None, None)]
-                new = len(native.dedup(missing)[0])
+                new = self.memory.distinct(missing)
                 self.reserve_for(rows + new)
             self._pending += new
         try:
@@ -154,7 +153,7 @@ class Growth:
 
     def _require(self, needed: int, what: str) -> None:
         with suppress(OSError):  # unknown without /proc
-            free = free_host_bytes()
+            free = self.memory.free_bytes()
             if needed > free:
                 raise ConfigError(
                     f"{what} needs {needed} bytes of memory, but {free} are free: choose a lower capacity"

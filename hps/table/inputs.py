@@ -1,4 +1,4 @@
-"""Check and convert callers' arrays: NumPy's, and others on the host by DLPack.
+"""Check and convert callers' arrays, into the table's memory.
 
 Everything raises ``BadRequest`` that names what was given and what the table takes, before anything changes.
 """
@@ -10,83 +10,89 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.array_inputs import device_number, flat_keys, output_arrays, tensor
+from hps.array_inputs import device_number, flat_keys, output_arrays
 from hps.errors import BadRequest
+from hps.table.memory import HostMemory, Memory
 from hps.types import KeyArray, VectorArray
 
 
-def _on_host(name: str, array: Any) -> Any:
-    device = device_number(array)
-    if device is not None:
-        raise BadRequest(
-            f"{name} are on CUDA device {device}, but this table is in host memory: copy them to the "
-            "host first (cupy.asnumpy, or tensor.cpu())"
-        )
-    return array
-
-
-def _text(array: NDArray[Any]) -> str:
+def _text(array: Any) -> str:
     return f"{array.dtype} {array.shape}"
 
 
-def table_keys(keys: Any) -> KeyArray:
+def table_keys(keys: Any, memory: Memory) -> KeyArray:
     """Convert integer keys ``(n,)``; unsigned ones keep their bits."""
-    return flat_keys("keys", _on_host("keys", keys))
+    if device_number(keys) is None:
+        return memory.take("keys", flat_keys("keys", keys))  # type: ignore[no-any-return] # CuPy
+    array = memory.take("keys", keys)
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise BadRequest(f"keys are {_text(array)}, but must be integers (n,)")
+    return _contiguous(array, np.int64, memory)  # type: ignore[no-any-return] # CuPy
 
 
-def table_rows(rows: Any, n: int, like: NDArray[Any], name: str = "rows") -> VectorArray:
+def _contiguous(array: Any, dtype: Any, memory: Memory) -> Any:
+    return memory.xp.ascontiguousarray(array.astype(dtype, copy=False))
+
+
+def table_rows(
+    rows: Any, n: int, like: NDArray[Any], memory: Memory, name: str = "rows"
+) -> VectorArray:
     """Check rows ``(n, dim)`` of the dtype of ``like (0, dim)``; a list is converted to it."""
-    array = tensor(name, _on_host(name, rows))
+    array = memory.take(name, rows)
     if isinstance(rows, list | tuple) and array.dtype.kind in "iuf":
         array = array.astype(like.dtype)
     if array.dtype != like.dtype or array.shape != (n, like.shape[1]):
         raise BadRequest(
             f"{name} are {_text(array)}, but {n} keys of this table have {like.dtype} ({n}, {like.shape[1]})"
         )
-    return np.ascontiguousarray(array)
+    return _contiguous(array, like.dtype, memory)  # type: ignore[no-any-return] # CuPy
 
 
-def output_rows(out: Any, n: int, like: NDArray[Any]) -> VectorArray | None:
+def output_rows(out: Any, n: int, like: NDArray[Any], memory: Memory) -> VectorArray | None:
     """Check the caller's output array ``(n, dim)``; None if there is none."""
     if out is None:
         return None
-    array = (output_arrays({"rows": _on_host("out rows", out)}) or {})["rows"]
+    array: Any = memory.output("out rows", out)
+    if isinstance(memory, HostMemory):
+        array = (output_arrays({"rows": array}) or {})["rows"]
     if array.dtype != like.dtype or array.shape != (n, like.shape[1]):
         raise BadRequest(
             f"out is {_text(array)}, but the rows of {n} keys are {like.dtype} ({n}, {like.shape[1]})"
         )
-    if not array.flags.c_contiguous or not array.flags.writeable:
+    if not array.flags.c_contiguous or not getattr(array.flags, "writeable", True):
         raise BadRequest("out must be C-contiguous and writeable")
-    return array
+    return array  # type: ignore[no-any-return] # CuPy
 
 
-def table_scores(scores: Any, n: int) -> NDArray[np.uint64] | None:
+def table_scores(scores: Any, n: int, memory: Memory) -> NDArray[np.uint64] | None:
     """Convert scores ``(n,)``, integers from 0 to 2^64 - 1; None if there are none."""
     if scores is None:
         return None
-    array = tensor("scores", _on_host("scores", scores))
+    array = memory.take("scores", scores)
     if array.shape != (n,):
         raise BadRequest(f"scores are {_text(array)}, but there are {n} keys")
     if array.dtype.kind not in "iu" and n:
         raise BadRequest(f"scores are {array.dtype}, but a table takes uint64")
     if array.dtype.kind == "i" and n and array.min() < 0:
         raise BadRequest(f"a score is {array.min()}, but scores are at least 0")
-    return np.ascontiguousarray(array, np.uint64)
+    return _contiguous(array, np.uint64, memory)  # type: ignore[no-any-return] # CuPy
 
 
-def table_flags(flags: Any, n: int) -> NDArray[np.bool_]:
+def table_flags(flags: Any, n: int, memory: Memory) -> NDArray[np.bool_]:
     """Check flags ``(n,)`` of dtype bool."""
-    array = tensor("accumulate", _on_host("accumulate", flags))
+    array = memory.take("accumulate", flags)
     if array.shape != (n,) or (array.dtype != bool and n):
         raise BadRequest(f"accumulate is {_text(array)}, but {n} keys take bool ({n},)")
-    return np.ascontiguousarray(array, bool)
+    return _contiguous(array, bool, memory)  # type: ignore[no-any-return] # CuPy
 
 
-def selected(predicate: Any, keys: KeyArray, scores: NDArray[np.uint64]) -> NDArray[np.bool_]:
+def selected(
+    predicate: Any, keys: KeyArray, scores: NDArray[np.uint64], memory: Memory
+) -> NDArray[np.bool_]:
     """Return the caller's choice among rows, checked."""
-    chosen = np.asarray(predicate(keys, scores))
+    chosen = memory.xp.asarray(predicate(keys, scores))
     if chosen.shape != keys.shape or chosen.dtype != bool:
         raise BadRequest(
             f"the predicate returned {_text(chosen)}, but {len(keys)} keys take bool ({len(keys)},)"
         )
-    return chosen
+    return chosen  # type: ignore[no-any-return] # CuPy

@@ -32,7 +32,8 @@ class Table:
     **Arrays.** ``keys (n,)`` are integers; any 64 bits are a key, and unsigned keys keep their bits. ``rows
     (n, dim)`` have the table's dtype. ``scores (n,)`` are unsigned. Each may be a NumPy array or another on
     the host with ``__dlpack__``, such as a PyTorch tensor; keys, rows and scores may also be lists. Results
-    are NumPy arrays. Keys that the table returns have ``key_dtype``, int64 or uint64.
+    are NumPy arrays; those of backend ``cuda`` are CuPy's, and it also takes arrays on its device. Keys that
+    the table returns have ``key_dtype``, int64 or uint64.
 
     **Scores.** `Policy` says what a row's score means. `find`, `find_rows`, `contains` and exports leave it
     unchanged; all other operations set it for the rows that they change or return. ``clock`` returns
@@ -78,6 +79,7 @@ class Table:
         self._epoch, self._clock, self._now = 0, clock, 0
         self._like = row_like(dim, self.dtype)
         self._growth = Growth(backend, self._like, init_capacity, max_capacity, max_load_factor)
+        self._memory = self._growth.memory
         self._table = self._growth.backend
 
     @property
@@ -142,24 +144,24 @@ class Table:
 
     def find(self, keys: Any, *, out: Any = None, with_scores: bool = False) -> FoundRows:
         """Return the rows of ``keys``, in ``out (n, dim)`` if given, and whether each was found."""
-        keys = inputs.table_keys(keys)
-        rows = inputs.output_rows(out, len(keys), self._like)
+        keys = inputs.table_keys(keys, self._memory)
+        rows = inputs.output_rows(out, len(keys), self._like, self._memory)
         if rows is None:
-            rows = np.zeros((len(keys), self.dim), self.dtype)
-        scores = np.zeros(len(keys), np.uint64) if with_scores else None
+            rows = self._memory.xp.zeros((len(keys), self.dim), self.dtype)
+        scores = self._memory.xp.zeros(len(keys), np.uint64) if with_scores else None
         found = self._table.find(keys, rows, scores)
         return FoundRows(rows, found, scores)
 
     def contains(self, keys: Any) -> NDArray[np.bool_]:
         """Return whether the table has each of ``keys`` (n,)."""
-        return self._table.find(inputs.table_keys(keys), None, None)
+        return self._table.find(inputs.table_keys(keys, self._memory), None, None)
 
     def find_rows(self, keys: Any) -> IndexArray:
         """Return the numbers of the keys' rows in `rows` (n,) int64, -1 for keys that are not found.
 
         A number is valid until the next write, and until the table grows.
         """
-        return self._table.find_rows(inputs.table_keys(keys))
+        return self._table.find_rows(inputs.table_keys(keys, self._memory))
 
     @property
     def rows(self) -> NDArray[Any]:
@@ -191,8 +193,8 @@ class Table:
     def _insert(
         self, keys: Any, rows: Any, scores: Any, as_given: bool, with_evicted: bool
     ) -> tuple[NDArray[np.bool_], TableRows]:
-        keys = inputs.table_keys(keys)
-        rows = inputs.table_rows(rows, len(keys), self._like)
+        keys = inputs.table_keys(keys, self._memory)
+        rows = inputs.table_rows(rows, len(keys), self._like, self._memory)
         scoring = self._given(scores, len(keys)) if as_given else self._scoring(scores, len(keys))
         with self._growth.room_for(keys):
             return self._write(Write.INSERT, keys, rows, scoring, with_evicted=with_evicted)
@@ -205,9 +207,9 @@ class Table:
         The result has the given row for a key that was not found, also if it was not admitted. ``out (n,
         dim)`` gets the rows; it may be ``rows``. Sets the scores of rows found, as a write.
         """
-        keys = inputs.table_keys(keys)
-        rows = inputs.table_rows(rows, len(keys), self._like)
-        result = inputs.output_rows(out, len(keys), self._like)
+        keys = inputs.table_keys(keys, self._memory)
+        rows = inputs.table_rows(rows, len(keys), self._like, self._memory)
+        result = inputs.output_rows(out, len(keys), self._like, self._memory)
         scoring = self._scoring(scores, len(keys))
         with self._growth.room_for(keys):
             if result is None:
@@ -218,19 +220,19 @@ class Table:
 
     def assign(self, keys: Any, rows: Any, scores: Any = None) -> NDArray[np.bool_]:
         """Replace the rows of keys that the table has, and set their scores; return which it has."""
-        keys = inputs.table_keys(keys)
-        rows = inputs.table_rows(rows, len(keys), self._like)
+        keys = inputs.table_keys(keys, self._memory)
+        rows = inputs.table_rows(rows, len(keys), self._like, self._memory)
         return self._write(Write.ASSIGN, keys, rows, self._scoring(scores, len(keys)))[0]
 
     def assign_scores(self, keys: Any, scores: Any = None) -> NDArray[np.bool_]:
         """Set the scores of keys that the table has, as a write would; return which it has."""
-        keys = inputs.table_keys(keys)
+        keys = inputs.table_keys(keys, self._memory)
         return self._write(Write.ASSIGN, keys, None, self._scoring(scores, len(keys)))[0]
 
     def assign_values(self, keys: Any, rows: Any) -> NDArray[np.bool_]:
         """Replace the rows of keys that the table has, and keep their scores; return which it has."""
-        keys = inputs.table_keys(keys)
-        rows = inputs.table_rows(rows, len(keys), self._like)
+        keys = inputs.table_keys(keys, self._memory)
+        rows = inputs.table_rows(rows, len(keys), self._like, self._memory)
         return self._write(Write.ASSIGN, keys, rows, UNCHANGED)[0]
 
     def accum_or_assign(
@@ -242,16 +244,16 @@ class Table:
         it is false, they are inserted for keys that it has not. Other keys are left alone: for them, the
         state changed since the caller found or missed them.
         """
-        keys = inputs.table_keys(keys)
-        rows = inputs.table_rows(rows, len(keys), self._like)
-        flags = inputs.table_flags(accumulate, len(keys))
+        keys = inputs.table_keys(keys, self._memory)
+        rows = inputs.table_rows(rows, len(keys), self._like, self._memory)
+        flags = inputs.table_flags(accumulate, len(keys), self._memory)
         scoring = self._scoring(scores, len(keys))
         with self._growth.room_for(keys[~flags]):
             return self._write(Write.ACCUMULATE, keys, rows, scoring, accumulate=flags)[0]
 
     def erase(self, keys: Any) -> NDArray[np.bool_]:
         """Erase ``keys``; return which were erased."""
-        return self._table.erase(inputs.table_keys(keys), None)
+        return self._table.erase(inputs.table_keys(keys, self._memory), None)
 
     def erase_if(self, predicate: Predicate) -> int:
         """Erase the rows that ``predicate(keys, scores)`` chooses; return their number.
@@ -260,7 +262,7 @@ class Table:
         """
         erased = 0
         for keys, scores in self._slots():
-            chosen = inputs.selected(predicate, self._keys(keys), scores)
+            chosen = self._selected(predicate, self._keys(keys), scores)
             gone = self._table.erase(keys[chosen], scores[chosen])
             erased += int(gone.sum())
         return erased
@@ -287,16 +289,17 @@ class Table:
         if n < 0 or offset < 0:
             raise BadRequest(f"n and offset are {n} and {offset}, but must be at least 0")
         keys, scores, _ = self._table.export(offset, min(n, self.capacity), False)
-        keys = keys[inputs.selected(predicate, self._keys(keys), scores)]
-        rows, scores = np.empty((len(keys), self.dim), self.dtype), np.empty(len(keys), np.uint64)
+        keys = keys[self._selected(predicate, self._keys(keys), scores)]
+        xp = self._memory.xp
+        rows, scores = xp.empty((len(keys), self.dim), self.dtype), xp.empty(len(keys), np.uint64)
         kept = self._table.find(keys, rows, scores)
         keys, rows, scores = keys[kept], rows[kept], scores[kept]
-        kept = inputs.selected(predicate, self._keys(keys), scores)  # a write may have changed them
+        kept = self._selected(predicate, self._keys(keys), scores)  # a write may have changed them
         return TableRows(self._keys(keys[kept]), rows[kept], scores[kept])
 
     def size_if(self, predicate: Predicate) -> int:
         """Return the number of rows that ``predicate(keys, scores)`` chooses."""
-        pieces = (inputs.selected(predicate, self._keys(k), scores) for k, scores in self._slots())
+        pieces = (self._selected(predicate, self._keys(k), scores) for k, scores in self._slots())
         return sum(int(chosen.sum()) for chosen in pieces)
 
     def save(self, folder: str | Path) -> int:
@@ -306,7 +309,9 @@ class Table:
         """
         step = max(1, min(_SLOTS_AT_ONCE, (64 << 20) // self.row_bytes))
         slots = self._offsets(step)
-        return files.save(Path(folder), self, (self.export_batch(step, at) for at in slots))
+        host = self._memory.to_host
+        batches = (TableRows(*map(host, self.export_batch(step, at))) for at in slots)
+        return files.save(Path(folder), self, batches)
 
     def load(self, folder: str | Path) -> int:
         """Insert the rows that `save` wrote, with their scores as they are; return their number.
@@ -327,13 +332,13 @@ class Table:
     # -- helpers ----------------------------------------------------------------------------------
 
     def _scoring(self, scores: Any, n: int) -> Scoring:
-        given = inputs.table_scores(scores, n)
+        given = inputs.table_scores(scores, n, self._memory)
         # A clock that is set back must not make new rows older than all others.
         self._now = max(self._now, self._clock())
         return scoring_of(self.policy, given, self._now, self._epoch)
 
     def _given(self, scores: Any, n: int) -> Scoring:
-        given = inputs.table_scores(scores, n)
+        given = inputs.table_scores(scores, n, self._memory)
         if given is None:
             raise BadRequest("no scores were given, but ignore_evict_strategy stores them")
         return Scoring(ScoreRule.GIVEN, 0, given)
@@ -351,9 +356,15 @@ class Table:
         found, evicted = self._table.write(
             operation, keys, rows, accumulate, *scoring, with_evicted
         )
-        none = (keys[:0], self._like, np.empty(0, np.uint64))
+        xp = self._memory.xp
+        none = (keys[:0], xp.empty(self._like.shape, self.dtype), xp.empty(0, np.uint64))
         evicted_keys, evicted_rows, evicted_scores = evicted or none
         return found, TableRows(self._keys(evicted_keys), evicted_rows, evicted_scores)
+
+    def _selected(
+        self, predicate: Predicate, keys: NDArray[Any], scores: NDArray[np.uint64]
+    ) -> NDArray[np.bool_]:
+        return inputs.selected(predicate, keys, scores, self._memory)
 
     def _keys(self, keys: NDArray[Any]) -> NDArray[Any]:
         return keys.view(self.key_dtype)

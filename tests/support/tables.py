@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hps.table import Policy, Table, TableRows
-from hps.table.backend import BACKENDS
+from hps.table import backend as backends
 
 __all__ = [
     "BACKENDS",
@@ -21,6 +22,10 @@ __all__ = [
     "scores_for",
 ]
 
+BACKENDS = [
+    pytest.param(name, marks=pytest.mark.gpu) if name == "cuda" else name
+    for name in backends.BACKENDS
+]
 DIM, BUCKET = 4, 128
 """The dim of tables by default, and the slots of a table of one bucket."""
 
@@ -35,10 +40,48 @@ class Clock:
         return self.now
 
 
-def make(backend: str, init_capacity: int = BUCKET, **options: Any) -> Table:
+class ViewOnHost:
+    """A table on a device whose results are copied to the host, also to a caller's ``out`` there."""
+
+    def __init__(self, table: Table) -> None:
+        self.__dict__["table"] = table
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.table, name)
+        if not callable(value):
+            return on_host(value)
+
+        def call(*arguments: Any, out: Any = None, **options: Any) -> Any:
+            if out is None:
+                return on_host(value(*arguments, **options))
+            if not isinstance(out, np.ndarray):
+                return on_host(value(*arguments, out=out, **options))
+            xp = self.table._memory.xp
+            result = on_host(value(*arguments, out=xp.asarray(out), **options))
+            out[:] = result.rows
+            return result._replace(rows=out)
+
+        return call
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.table, name, value)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
+def on_host(value: Any) -> Any:
+    """Return ``value`` with arrays of a device as NumPy arrays."""
+    if isinstance(value, tuple):
+        return type(value)(*(on_host(each) for each in value))
+    return value.get() if hasattr(value, "__cuda_array_interface__") else value
+
+
+def make(backend: str, init_capacity: int = BUCKET, **options: Any) -> Any:
     """Return a table of rows (4,) float32 and customized scores, unless ``options`` say otherwise."""
     options = {"dim": DIM, "policy": "customized", **options}
-    return Table(init_capacity=init_capacity, backend=backend, **options)
+    table = Table(init_capacity=init_capacity, backend=backend, **options)
+    return ViewOnHost(table) if backend == "cuda" else table
 
 
 def rows_of(keys: Any, salt: int = 0, dim: int = DIM, dtype: Any = np.float32) -> np.ndarray:

@@ -59,6 +59,11 @@ EXPRESSIONS = {
         for tile in (4, 8, 32)
         for unit in (16, 4, 2, 1)
     ],
+    "scored_table.cu": [
+        f"{name}<{unit}>"
+        for name in ("scored_write_kernel", "scored_find_kernel")
+        for unit in (16, 4, 2, 1)
+    ],
     "scan.cu": [
         *("clear_kernel", "export_kernel"),
         *(f"gather_kernel<{threads}, {unit}>" for threads in (2, 4, 8) for unit in (16, 4, 2, 1)),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hps.errors import BadRequest, ConfigError
-from hps.table import Table, growth
+from hps.table import Table, memory
 from tests.support.tables import BACKENDS, BUCKET, DIM, check_rows, everything, make, rows_of
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
@@ -108,7 +108,8 @@ def test_a_reserve_beyond_max_capacity_is_refused(backend):
 def test_growth_beyond_memory_is_refused_before_anything_changes(backend, monkeypatch):
     table, keys = make(backend, BUCKET, max_capacity=1 << 12), np.arange(50)
     table.insert_or_assign(keys, rows_of(keys), keys)
-    monkeypatch.setattr(growth, "free_host_bytes", lambda: 1000)
+    for each in (memory.HostMemory, memory.DeviceMemory):
+        monkeypatch.setattr(each, "free_bytes", lambda _self: 1000)
     before = everything(table)
     more = np.arange(40, 140)
     for write in (table.insert_or_assign, table.insert_and_evict, table.find_or_insert):
@@ -136,7 +137,7 @@ def test_growth_beyond_memory_is_refused_before_anything_changes(backend, monkey
         ({"dtype": ">f4"}, "dtype is >f4, but rows are"),
         ({"key_dtype": np.int32}, "key_dtype is int32, but keys are int64 or uint64"),
         ({"policy": "fifo"}, "policy is 'fifo', but must be one of lru, lfu"),
-        ({"backend": "tpu"}, "backend is 'tpu', but must be one of cpu, twin"),
+        ({"backend": "tpu"}, "backend is 'tpu', but must be one of cpu, twin, cuda"),
         ({"max_capacity": 1 << 60}, "is more than a table has"),
     ],
 )

@@ -82,7 +82,8 @@ def test_one_kernel_pools_tables_of_one_format_and_a_common_dim():
     assert kernel(table_of(64, "int4"), single=True) == "decode_warp_kernel<5, 64>"
     assert kernel(table, single=True, weighted=True) == "pool_warp_kernel<4, 128, 4, true>"
     assert kernel(table, table_of(128, "int4"), single=True) == "pool_kernel<32, 4>"
-    assert kernel(table_of(32, "int8")) == "pool_kernel<8, 4>"
+    assert kernel(table_of(32, "int8")) == "pool_warp_kernel<4, 32, 4, false>"
+    assert kernel(table_of(36, "int8")) == "pool_kernel<16, 4>"
     assert kernel(table, out=4) == "pool_kernel<32, 4>"  # out is not aligned
     for single, bags_a_block in ((False, 8), (True, 64)):
         shape = PoolShape.of([table], [0], single=single)
@@ -117,7 +118,7 @@ def test_pooled_rows_have_the_bits_of_the_host(dim, rows, dtype, weighted, combi
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("counted_behind", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [16, 32, 64, 128])
 @pytest.mark.parametrize("rows", ROW_FORMAT_NAMES)
 def test_poolings_of_many_bags_have_the_bits_of_the_host(dim, rows, counted_behind, monkeypatch):
     for module in (pooling, prepared_poolings):
