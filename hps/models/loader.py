@@ -253,10 +253,13 @@ def _decide(files: TableFiles, table: EmbeddingTable, store: RocksDbTier, *, reb
         return "loaded"
     if files.entry is None and (record.dim, record.dtype) == like_table:
         return "merged" if store.layout == "native" else "loaded"
+    changed = f"the files in {files.folder} are not the ones loaded into {store.path}"
+    if record.dtype != table.row_format.name:
+        changed = f"{store.path} holds its rows as {record.dtype}, not as {table.row_format.name}"
     raise ModelError(
-        f"table {table.id}: the files in {files.folder} are not the ones loaded into {store.path}, and "
-        "rows were streamed into that table since, which a new load would lose. Publish the files "
-        "as a new version; or, to lose those rows, remove the database: everything is loaded again"
+        f"table {table.id}: {changed}, and rows were streamed into that table since, which a new load would "
+        "lose. Publish the files as a new version; or, to lose those rows, remove the database: everything "
+        "is loaded again"
     )
 
 
@@ -280,7 +283,8 @@ def stored_rows(table: EmbeddingTable, vectors: VectorArray) -> RowArray:
         return to_rows(table, vectors)
     except NotStorable as error:
         raise ModelError(
-            f"table '{table.name}': {error}; correct the files, or take another format (rows: float32)"
+            f"table '{table.name}': {error}; correct the files, or take another format (rows: float32; in a "
+            "ps.json fp8_quant: false)"
         ) from error
 
 

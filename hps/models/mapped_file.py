@@ -277,7 +277,7 @@ class _Writer:
         except NotStorable as error:
             raise ModelError(
                 f"table '{table.name}', key {keys[error.first]}: {error}; correct the files, or take another "
-                "format (rows: float32)"
+                "format (rows: float32; in a ps.json fp8_quant: false)"
             ) from error
 
 

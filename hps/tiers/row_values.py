@@ -63,7 +63,8 @@ class RowValueCodec:
         if not (self.versioned or table.row_format.is_plain):
             raise ConfigError(
                 f"table {table.id} has rows of {table.row_format.name}, which the layout 'hps' can't hold, "
-                "because HPS would read them as float32; use the layout 'native', or rows: float32"
+                "because HPS would read them as float32; use the layout 'native', or rows: float32 (in a "
+                "ps.json fp8_quant: false)"
             )
         row = ("row", table.row_dtype.newbyteorder("<"), (table.row_width,))
         self.record: np.dtype[Any] = np.dtype([*_HEADER, row] if self.versioned else [row])

@@ -54,10 +54,19 @@ def read_ps_json(path: Path) -> PsJson:
     if "models" in top and not raw_models:
         reader.wrong(("models",), "is empty; expected at least one model")
     sections = [reader.section(M, raw, ("models", i)) for i, raw in enumerate(raw_models)]
-    stores = memory_type == REDIS or disk["type"] == "rocks_db" or source_type == KAFKA
+    float32_store = _float32_store(memory_type, disk)
+    stores = bool(float32_store) or source_type == KAFKA
     fuses = _fuses(reader, top, sections, stores=stores)
     models = [
-        PsModel(reader, i, section, _key_dtype(top), memory_type, fuses=fuses)
+        PsModel(
+            reader,
+            i,
+            section,
+            _key_dtype(top),
+            memory_type,
+            fuses=fuses,
+            float32_store=float32_store,
+        )
         for i, section in enumerate(sections)
     ]
     _unique_names(reader, models)
@@ -85,6 +94,13 @@ def _type(top: PsJsonSection, section: str, names: Mapping[str, str], default: s
     """Canonical name of the section's type; the default if it is wrong, which the reader reports."""
     given = (top[section] or {}).get("type", default)
     return names.get(given, default) if isinstance(given, str) else default
+
+
+def _float32_store(memory_type: str, disk: PsJsonSection) -> str:
+    """Key and value of a store in HPS's layout, which holds only float32 rows; empty if there is none."""
+    if disk["type"] == "rocks_db":
+        return f"{P}.type is rocks_db"
+    return f"{V}.type is {REDIS}" if memory_type == REDIS else ""
 
 
 def _inert_databases(

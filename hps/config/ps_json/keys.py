@@ -72,6 +72,11 @@ FUSED_ALREADY = "all tables of a request are read in one batch"
 SHARED_SIZE = "the size of the CPU cache follows from its rows"
 BATCHED = "all keys of a request are read in one batch"
 PRIVATE = "a name of HPS's Python API; in JSON the key is {}"
+ONLY_STATIC = (
+    "as in HPS only static tables have 8-bit values; for others import the model with "
+    "`hps model import ps.json --rows float8_e4m3`"
+)
+FLOAT32_LAYOUT = "HPS's layout there holds float32 rows, not float8_e4m3"
 
 VDB_TYPES = _aliases(
     disabled="disable none",
@@ -179,7 +184,7 @@ KEYS: tuple[PsKey, ...] = (
     PsKey(M, "thread_pool_size", "int", 16, "Threads that read the store (`tiers.lookup_threads`): at least one per hardware thread, as in HPS; of several models the largest counts."),
     PsKey(M, "init_ec", "bool", True, "false: the CPU cache starts empty (`tiers.cpu_cache.warm`), if all models have it."),
     PsKey(M, "enable_pagelock", "bool", False, "Static tables in pinned memory.", PINNED),
-    PsKey(M, "fp8_quant", "bool", False, "Static tables with 8-bit values.", "rows keep their float32 values"),
+    PsKey(M, "fp8_quant", "bool", False, "true: static tables are stored as `float8_e4m3` in every tier, HPS's scheme ([row-formats.md](row-formats.md)); `sparse_files` stay float32. As in HPS it needs `embedding_cache_type: static`. With `rocks_db` or `redis_cluster` the rows stay float32, as HPS stores them there. Without effect it is **warned**."),
     PsKey(M, "label_dim", "int", 1, "Outputs of HugeCTR's network.", DENSE),
     PsKey(M, "slot_num", "int", 10, "Inputs of HugeCTR's network.", DENSE),
     PsKey(M, "use_mixed_precision", "bool", False, "HugeCTR's network in float16.", DENSE),

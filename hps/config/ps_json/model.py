@@ -6,13 +6,14 @@ from typing import Any
 
 from hps.config.checks import Path as KeyPath
 from hps.config.config_errors import InvalidConfiguration, validate
-from hps.config.model_schema import REMOTE_PATH, ModelSpec
-from hps.config.ps_json.keys import HASH_MAPS
+from hps.config.model_schema import REMOTE_PATH, ModelSpec, RowFormatName
+from hps.config.ps_json.keys import FLOAT32_LAYOUT, HASH_MAPS, ONLY_STATIC
 from hps.config.ps_json.legacy import LegacyModel
 from hps.config.ps_json.tables import PsTable, fused_tables, own_tables
 from hps.config.ps_json.values import PsJsonReader, PsJsonSection
 
 _CACHE_KEYS = ("gpucacheper", "hit_rate_threshold")
+_FP8: RowFormatName = "float8_e4m3"
 
 
 class PsModel:
@@ -27,8 +28,11 @@ class PsModel:
         memory_type: str,
         *,
         fuses: bool = False,
+        float32_store: str = "",
     ) -> None:
-        """``fuses``: tables of equal vector size are fused, unless the model disables it."""
+        """``fuses``: tables of equal vector size are fused, unless the model disables it.
+
+        ``float32_store``: the key and value of a store in HPS's layout, which holds only float32 rows."""
         self._reader = reader
         self.path: KeyPath = ("models", index)
         self.values = values
@@ -42,12 +46,25 @@ class PsModel:
             reader.inert(self.path, values, ("gpucache", *_CACHE_KEYS), reason)
         elif not values["gpucache"]:
             reader.inert(self.path, values, _CACHE_KEYS, "gpucache is false")
+        self._rows = self._row_format(float32_store)
 
     @property
     def static(self) -> bool:
         return bool(self.values["use_static_table"]) or (
             self.values["embedding_cache_type"] == "static"
         )
+
+    def _row_format(self, float32_store: str) -> RowFormatName | None:
+        """The format of ``fp8_quant``, or None where it is false or has no effect, which is reported."""
+        if not self.values["fp8_quant"]:
+            return None
+        at: KeyPath = (*self.path, "fp8_quant")
+        if not self.static:
+            kind = self.values["embedding_cache_type"]
+            self._reader.ignored(at, f"embedding_cache_type is {kind}; {ONLY_STATIC}")
+        if float32_store:
+            self._reader.ignored(at, f"{float32_store}, and {FLOAT32_LAYOUT}")
+        return _FP8 if self.static and not float32_store else None
 
     @property
     def cache_share(self) -> tuple[float, str]:
@@ -95,6 +112,7 @@ class PsModel:
                 {
                     "name": table.name,
                     "dim": table.dim,
+                    "rows": self._rows,
                     "default": table.default,
                     "key_dtype": self._key_dtype,
                     "miss_policy": self._miss_policy(),

@@ -150,6 +150,7 @@ VARIED: dict[str, tuple[Any, Any]] = {
 # These act only together with another key and have tests of their own below.
 TOGETHER = {
     "models[].fuse_embedding_table",
+    "models[].fp8_quant",
     "models",
     "volatile_db.type",
     "volatile_db.num_partitions",
