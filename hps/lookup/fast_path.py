@@ -82,7 +82,7 @@ def _pooled(feature: Feature, keys: JaggedKeys, position: int, start: int) -> _P
         (keys.batch, feature.table.dim),
         offsets_of(keys),
         weights_of(keys),
-        divisors(keys) if feature.pooling == "mean" else None,
+        divisors(keys, feature.pooling),
     )
 
 
