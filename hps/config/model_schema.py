@@ -143,6 +143,8 @@ class FeatureSpec(StrictModel):
     pooling: Literal["sum", "mean", "sqrtn", "none"] = "sum"
     """Reduction of a sample's vectors to one: `sqrtn` divides their sum by the square root of the sum of the
     squared weights, like TensorFlow; `none` returns one vector per key."""
+    max_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Rows whose l2 norm exceeds it are scaled down to it before pooling, like TensorFlow; null: no limit."""
     hotness: int | None = Field(None, ge=1)
     """Fixed number of keys per sample; null: any number, also a different one per sample."""
     max_hotness: int | None = Field(None, ge=1)

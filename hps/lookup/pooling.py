@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.lookup.base import Feature
 from hps.native import pool_rows, twin_pool
 from hps.tiers.base import POOLED_DTYPES
-from hps.types import EmbeddingTable, IndexArray, JaggedKeys, Pooling, VectorArray
+from hps.types import IndexArray, JaggedKeys, Pooling, VectorArray
 
 Floats = NDArray[np.float32]
 
@@ -60,9 +61,11 @@ def is_pooled(pooling: Pooling, keys: JaggedKeys) -> bool:
     return pooling != "none" and (keys.weights is not None or keys.hotness != 1)
 
 
-def gives_narrow_rows(table: EmbeddingTable, pooling: Pooling, keys: JaggedKeys) -> bool:
+def gives_narrow_rows(feature: Feature, keys: JaggedKeys) -> bool:
     """True if the vectors of ``keys`` are rows of a narrow format, which may be returned as stored."""
-    return not table.row_format.is_plain and not is_pooled(pooling, keys)
+    if feature.max_norm is not None or is_pooled(feature.pooling, keys):
+        return False
+    return not feature.table.row_format.is_plain
 
 
 def divisors(keys: JaggedKeys, pooling: Pooling) -> Floats | None:

@@ -148,6 +148,7 @@ MISTAKES = [
         "pooling: max",
         ":7: features[1].pooling: expected sum, mean, sqrtn or none, found",
     ),
+    ("pooling: none", "max_norm: 0", ":7: features[1].max_norm: expected a number above 0"),
     ("dim: 2", "dim: 0", ":4: tables[1].dim: expected a whole number from 1 to 65536, found 0"),
     (
         "name: ctr",

@@ -495,6 +495,17 @@ def test_predict_with_sqrtn(tmp_path):
     np.testing.assert_array_equal(vectors, [item.sum(0), [0, 0]])  # twice the sum, by the root of 4
 
 
+def test_predict_with_max_norm(tmp_path):
+    user = FeatureSpec(name="user", table="users", context=True, max_norm=2)
+    write(tmp_path, features=[user, *FEATURES[1:]])
+    with hps.open(settings(tmp_path)) as node:
+        features = {"user": [3], "item": [[1]], "seen": _bags([[]])}
+        scores = node.predict("clicks", features, {"price": [[1.0]]}).outputs["ctr"]
+    row = rows([3], 4)
+    expected = (row * 2 / np.linalg.norm(row)).sum() + rows([1], 2).sum() + 1
+    np.testing.assert_allclose(scores, [[expected]], rtol=1e-6)
+
+
 def _bags(bags):
     offsets = np.cumsum([0, *map(len, bags)])
     return JaggedKeys(np.array(sum(bags, []), np.int64), len(bags), offsets)  # noqa: RUF017
