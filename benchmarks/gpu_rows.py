@@ -196,7 +196,7 @@ class NarrowTable:
 
     def _pooling(self, n: int, hotness: int) -> tuple[Any, Any]:
         out = cupy().empty((n // hotness, self.table.dim), np.float32)
-        return self.cache.prepare([(self.table, n, hotness, False, out)]), out
+        return self.cache.prepare([(self.table, n, hotness, "sum", out)]), out
 
 
 def random_rows(table: EmbeddingTable, n: int) -> Any:

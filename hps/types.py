@@ -27,7 +27,7 @@ VersionArray = NDArray[np.uint64]
 SourceArray = NDArray[np.uint8]
 IndexArray = NDArray[np.int64]
 
-Pooling = Literal["sum", "mean", "none"]
+Pooling = Literal["sum", "mean", "sqrtn", "none"]
 
 
 class Source(IntEnum):

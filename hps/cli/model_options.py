@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 from hps.config import ModelSpec, Settings
 from hps.config.config_errors import validate
@@ -18,9 +18,10 @@ from hps.models.importers import ImportPlan, TableChoice
 from hps.models.table_sharing import Base
 from hps.row_format import ROW_FORMAT_NAMES
 from hps.suggestions import hint_for
+from hps.types import Pooling
 
 FEATURE_FORM = "NAME=TABLE[,TABLE...][+OFFSET][:OPTION...]"
-FEATURE_OPTIONS = "sum, mean, none, context, hotness=N or max_hotness=N"
+FEATURE_OPTIONS = "sum, mean, sqrtn, none, context, hotness=N or max_hotness=N"
 
 
 def pairs(option: str, values: Sequence[str] | None, form: str) -> dict[str, str]:
@@ -77,7 +78,7 @@ def features(values: Sequence[str] | None) -> list[FeatureSpec]:
 def _feature_option(name: str, text: str) -> dict[str, Any]:
     """Parse one OPTION of --feature: the field that it sets, and its value."""
     option, _, value = text.partition("=")
-    if option in ("sum", "mean", "none") and not value:
+    if option in get_args(Pooling) and not value:
         return {"pooling": option}
     if text == "context":
         return {"context": True}

@@ -140,8 +140,11 @@ class FeatureSpec(StrictModel):
     """The table of its keys, or a list of tables, whose vectors are named `<feature>.<table>`."""
     key_offset: int = Field(0, ge=-(2**63), le=2**64 - 1)
     """Added (mod 2^64) to every key of this feature, so that several features can share one table."""
-    pooling: Literal["sum", "mean", "none"] = "sum"
-    """Reduction of a sample's vectors to one; `none` returns one vector per key."""
+    pooling: Literal["sum", "mean", "sqrtn", "none"] = "sum"
+    """Reduction of a sample's vectors to one: `sqrtn` divides their sum by the square root of the sum of the
+    squared weights, like TensorFlow; `none` returns one vector per key."""
+    max_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Rows whose l2 norm exceeds it are scaled down to it before pooling, like TensorFlow; null: no limit."""
     hotness: int | None = Field(None, ge=1)
     """Fixed number of keys per sample; null: any number, also a different one per sample."""
     max_hotness: int | None = Field(None, ge=1)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from hps.cuda import layout
 from hps.cuda.loader import BLOCK
+from hps.types import Pooling
 
 PARTS = 32
 """The most parts that one launch of fetch_kernel takes; more are launched one after the other."""
@@ -68,7 +71,7 @@ POOL_PART = np.dtype(
         *((name, np.uint64) for name in ("lines", "rows", "host_rows", "keys", "offsets")),
         *((name, np.uint64) for name in ("weights", "out")),
         *((name, np.uint32) for name in ("buckets", "stride", "dim", "on_device", "bags")),
-        *((name, np.uint32) for name in ("hotness", "first_block", "now", "policy", "mean")),
+        *((name, np.uint32) for name in ("hotness", "first_block", "now", "policy", "combiner")),
         *((name, np.uint32) for name in ("half", "hidden", "format", "unused")),
     ],
     align=True,
@@ -87,8 +90,8 @@ BAGS_PART = np.dtype(
             (name, np.uint64)
             for name in ("rows", "source", "fallback", "offsets", "weights", "out")
         ),
-        *((name, np.uint32) for name in ("dim", "bags", "hotness", "first_block", "mean", "half")),
-        *((name, np.uint32) for name in ("format", "row_bytes")),
+        *((name, np.uint32) for name in ("dim", "bags", "hotness", "first_block", "combiner")),
+        *((name, np.uint32) for name in ("half", "format", "row_bytes")),
     ],
     align=True,
 )
@@ -126,6 +129,8 @@ PLACE_ARGS = np.dtype(
     ],
     align=True,
 )
+COMBINERS: Mapping[Pooling, int] = {"none": 0, "sum": 0, "mean": 1, "sqrtn": 2}
+"""``combiner`` of `POOL_PART` and `BAGS_PART`, as in ``pool.cuh``; what is not pooled is a sum of one row."""
 COUNT_ARGS = np.dtype(
     [
         *((name, np.uint64) for name in ("miss_count", "result")),

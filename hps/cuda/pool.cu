@@ -1,11 +1,11 @@
-// pool_kernel: sum or average the rows of each bag of keys straight from the cache; all tables in
-// one launch. pool_rows_kernel: the same for rows that were fetched; see there.
+// pool_kernel: pool the rows of each bag of keys straight from the cache; all tables in one launch.
+// pool_rows_kernel: the same for rows that were fetched; see there.
 //
 // Per part: keys (n,) i64; offsets (bags + 1,) i64, or null and `hotness` keys a bag; optional
 // weights (n,) f32; out (bags, dim). Sums in float32, one by one in the order of the keys, each
-// operation rounded: bitwise equal to the host's kernels (except for a NaN's payload). A mean
-// divides by the sum of weights (without weights the number of keys), and is zero if that is 0; so
-// is an empty bag. Keys without a row are counted in `missing`: the outs are undefined then.
+// operation rounded: bitwise equal to the host's kernels (except for a NaN's payload). A bag
+// whose divisor is 0, and an empty bag, is zero. Keys without a row are counted in `missing`: the
+// outs are undefined then.
 // Launch: BLOCK threads; a tile of T threads works on a bag, UNIT values each at a time; a part
 // begins at a block. Any number of fetches and one writer may run in parallel (README.md).
 // Reference: hps/lookup/pooling.py.
@@ -99,7 +99,7 @@ __device__ __forceinline__ u32 sum_bag(const PoolPart& p, i64 begin, i64 end, u3
       continue;
     }
     const float weight = p.weights ? p.weights[k] : 1.0f;
-    total += weight;
+    total = add_weight(p.combiner, total, weight);
     if (real) {
       const char* from = row_at(p, word & row_mask(p.hidden), p.stride);
       const Values<UNIT> row = load_values<UNIT>(from, at, p.dim, p.format);
@@ -125,10 +125,7 @@ __device__ __forceinline__ u32 pool_bag(const PoolPart& p, u32 bag, const Tile<T
     Values<UNIT> sum = all<UNIT>(-0.0f);  // -0 + x is x for either sign of zero
     float total = 0;
     if (begin < end) missing = sum_bag<T, UNIT>(p, begin, end, at, at < units, sum, total, tile);
-    if (p.mean) {
-#pragma unroll
-      for (int v = 0; v < UNIT; v++) sum.of[v] = total == 0 ? 0 : __fdiv_rn(sum.of[v], total);
-    }
+    divide(p.combiner, total, sum.of);
     if (begin >= end) sum = all<UNIT>(0);
     if (at < units) store_values<UNIT>(row, at, p.half, sum);
   }
@@ -147,8 +144,8 @@ __global__ void __launch_bounds__(BLOCK) pool_kernel(const __grid_constant__ Poo
 // pool_rows_kernel: pool bags of fetched rows, all features in one launch.
 //
 // Per part: stored rows, row_bytes each, and source (n,) u8, one per key; fallback (dim,), of out's
-// type, replaces rows whose source is 0; offsets, hotness, weights, mean, out, launch and reference
-// as for pool_kernel.
+// type, replaces rows whose source is 0; offsets, hotness, weights, combiner, out, launch and
+// reference as for pool_kernel.
 struct BagsPart {
   const char* rows;
   const u8* source;
@@ -160,7 +157,7 @@ struct BagsPart {
   u32 bags;
   u32 hotness;
   u32 first_block;
-  u32 mean;
+  u32 combiner;
   u32 half;    // out and fallback are float16, else float32
   u32 format;  // of the rows
   u32 row_bytes;
@@ -184,7 +181,7 @@ __device__ __forceinline__ void pool_unit(const BagsPart& p, u32 bag, u32 at) {
   float total = 0;
   for (i64 k = begin; k < end; k++) {
     const float weight = p.weights ? p.weights[k] : 1.0f;
-    total += weight;
+    total = add_weight(p.combiner, total, weight);
     const bool held = p.source[k];
     const char* from = held ? p.rows + k * (size_t)p.row_bytes : p.fallback;
     const u32 format = held ? p.format : p.half ? FLOAT16 : FLOAT32;
@@ -193,10 +190,7 @@ __device__ __forceinline__ void pool_unit(const BagsPart& p, u32 bag, u32 at) {
     for (int v = 0; v < UNIT; v++)
       sum.of[v] = __fadd_rn(sum.of[v], p.weights ? __fmul_rn(row.of[v], weight) : row.of[v]);
   }
-  if (p.mean) {
-#pragma unroll
-    for (int v = 0; v < UNIT; v++) sum.of[v] = total == 0 ? 0 : __fdiv_rn(sum.of[v], total);
-  }
+  divide(p.combiner, total, sum.of);
   store_values<UNIT>(p.out + bag * out_bytes, at, p.half, sum);
 }
 

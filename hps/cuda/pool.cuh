@@ -3,6 +3,10 @@
 
 #include "row_formats.cuh"
 
+// What the sum of a bag is divided by: nothing, the sum of its weights, or the square root of the
+// sum of their squares. Equals launch.COMBINERS.
+enum Combiner : u32 { SUM, MEAN, SQRTN };
+
 struct PoolPart {
   char* lines;
   const char* rows;
@@ -20,7 +24,7 @@ struct PoolPart {
   u32 first_block;
   u32 now;
   u32 policy;
-  u32 mean;    // else the sum
+  u32 combiner;
   u32 half;    // out is float16, else float32
   u32 hidden;  // see row_mask
   u32 format;  // of the rows
@@ -40,6 +44,21 @@ struct PoolArgs {
 
 static_assert(sizeof(PoolPart) == 112, "must equal launch.POOL_PART");
 static_assert(sizeof(PoolArgs) == 32 + PARTS * 112, "must equal launch.POOL_ARGS");
+
+// `total`, from which divide computes the divisor of a bag, after a key of this weight.
+__device__ __forceinline__ float add_weight(u32 combiner, float total, float weight) {
+  return __fadd_rn(total, combiner == SQRTN ? __fmul_rn(weight, weight) : weight);
+}
+
+// Divides the sums of a bag with keys, `total` being the sum of add_weight over its keys, which
+// without weights is their number. Each operation is rounded as on the host.
+template <int N>
+__device__ __forceinline__ void divide(u32 combiner, float total, float (&sums)[N]) {
+  if (combiner == SUM) return;
+  const float by = combiner == SQRTN ? __fsqrt_rn(total) : total;
+#pragma unroll
+  for (int v = 0; v < N; v++) sums[v] = by == 0 ? 0 : __fdiv_rn(sums[v], by);
+}
 
 __device__ __forceinline__ const PoolPart& part_of_block(const PoolArgs& a) {
   int index = 0;

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda.fetch import FetchWorkspace
-from hps.cuda.launch import BAGS_ARGS, COUNTED_BEHIND, PARTS, POOL_ARGS, blocks_of
+from hps.cuda.launch import BAGS_ARGS, COMBINERS, COUNTED_BEHIND, PARTS, POOL_ARGS, blocks_of
 from hps.cuda.loader import KernelStruct, kernel
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.staging import StagingBuffer, staging_bytes
 from hps.cuda.table import GpuTable
 from hps.row_format import RowFormat
-from hps.types import EmbeddingTable
+from hps.types import EmbeddingTable, Pooling
 
 PART = struct.Struct("<7Q14I")
 PARTS_AT = POOL_ARGS.fields["part"][1]  # type: ignore[index] # None for a plain dtype
@@ -80,7 +80,7 @@ class KernelBags:
     weights: Any
     out: Any
     hotness: int
-    mean: bool
+    pooling: Pooling
 
 
 def pool(
@@ -124,7 +124,7 @@ def _pool_some(
             request.out.data.ptr,
             *(buckets, stride, table.table.dim, on_device),
             *(bags, request.hotness, blocks, table.clock.now, table.clock.stamping),
-            *(request.mean, table.table.dtype == np.float16, table.hidden),
+            *(COMBINERS[request.pooling], table.table.dtype == np.float16, table.hidden),
             *(table.table.row_format.code, 0),
         )
         blocks += shape.blocks(bags)
@@ -162,7 +162,7 @@ class RowBags:
     weights: Any
     out: Any
     hotness: int
-    mean: bool
+    pooling: Pooling
     row_format: RowFormat
 
 
@@ -194,7 +194,7 @@ def _pool_some_rows(staging: StagingBuffer, stream: Any, requests: Sequence[RowB
                 bags,
                 request.hotness,
                 blocks,
-                request.mean,
+                COMBINERS[request.pooling],
                 request.fallback.dtype == np.float16,
                 request.row_format.code,
                 request.row_format.row_bytes(dim),

@@ -108,7 +108,7 @@ using DecodedRows = StagedRows<row_bytes(FORMAT, DIM), 32, KEYS>;
 // The sum of a bag as far as it is known; each of the bag's lanes has some of the values.
 template <int VALUES>
 struct Sum {
-  float of[VALUES], total;  // total: of the weights
+  float of[VALUES], total;  // total: see divide
 };
 
 // Rows that a warp copies: `count` of each bag, of the keys from `from` on; `some` keys are of this
@@ -120,7 +120,7 @@ struct Batch {
 
 template <bool WEIGHTED, u32 FORMAT, int DIM, int VALUES>
 __device__ __forceinline__ void add_rows(const typename Shape<FORMAT, DIM, VALUES>::Staged& staged,
-                                         const Batch& batch, Sum<VALUES>& sum) {
+                                         const Batch& batch, u32 combiner, Sum<VALUES>& sum) {
   using S = Shape<FORMAT, DIM, VALUES>;
   const int own = (threadIdx.x & 31) / S::LANES;
   wait_for_copies();
@@ -129,7 +129,7 @@ __device__ __forceinline__ void add_rows(const typename Shape<FORMAT, DIM, VALUE
     const float factor = WEIGHTED ? __shfl_sync(WARP, batch.weight, batch.from + k, S::LANES) : 1;
     const Stored<FORMAT, DIM, VALUES> stored(staged.of[k * S::ROWS + own]);
     if (batch.from + k >= batch.some) continue;
-    if (WEIGHTED) sum.total += factor;
+    if (WEIGHTED) sum.total = add_weight(combiner, sum.total, factor);
 #pragma unroll
     for (int v = 0; v < VALUES; v++) {
       const float value = stored.value(v);
@@ -164,7 +164,7 @@ __device__ __forceinline__ u32 pool_bags(const PoolPart& p, u32 bag,
     WarpRows rows = {NO_ROW, 0};
     if (done < most) rows = find_rows<32, false>(p, p.keys + begin + done + rank, (int)rank < some);
     missing += rows.missed;
-    if (done) add_rows<WEIGHTED, FORMAT, DIM>(staged, batch, sum);
+    if (done) add_rows<WEIGHTED, FORMAT, DIM>(staged, batch, p.combiner, sum);
     if (done >= most) break;
     batch.some = some;
     if (WEIGHTED && (int)rank < some) batch.weight = p.weights ? p.weights[begin + done + rank] : 1;
@@ -174,15 +174,11 @@ __device__ __forceinline__ u32 pool_bags(const PoolPart& p, u32 bag,
       batch.count = min(end - batch.from, S::AT_ONCE);
       staged.template load<false, 2>(p, rows.row, batch.from, batch.count);
       if (S::AT_ONCE == S::LANES || batch.from + S::AT_ONCE >= end) break;
-      add_rows<WEIGHTED, FORMAT, DIM>(staged, batch, sum);
+      add_rows<WEIGHTED, FORMAT, DIM>(staged, batch, p.combiner, sum);
     }
   }
   if (bag >= p.bags) return missing;
-  if (p.mean && n) {
-#pragma unroll
-    for (int v = 0; v < VALUES; v++)
-      sum.of[v] = sum.total == 0 ? 0 : __fdiv_rn(sum.of[v], sum.total);
-  }
+  if (n) divide(p.combiner, sum.total, sum.of);
   store_values<DIM, VALUES>(p, bag, sum.of);
   return missing;
 }

@@ -13,13 +13,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cuda.launch import BAGS_ARGS, COUNT_ARGS, COUNTED_BEHIND, PARTS, POOL_ARGS, blocks_of
+from hps.cuda.launch import (
+    BAGS_ARGS,
+    COMBINERS,
+    COUNT_ARGS,
+    COUNTED_BEHIND,
+    PARTS,
+    POOL_ARGS,
+    blocks_of,
+)
 from hps.cuda.loader import BLOCK, CudaKernel, KernelStruct, cupy, kernel
 from hps.cuda.pool import PART, PARTS_AT, ROWS_PART, ROWS_PARTS_AT, PoolShape, tile_and_unit
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.staging import StagingBuffer, padded_bytes
 from hps.cuda.table import GpuTable
 from hps.row_format import RowFormat
+from hps.types import Pooling
 
 _NOWHERE: Mapping[int, int] = {}
 
@@ -34,7 +43,7 @@ class FixedBags:
     table: GpuTable
     n: int
     hotness: int
-    mean: bool
+    pooling: Pooling
     out: Any
 
 
@@ -109,7 +118,7 @@ class _PoolingLaunch:
                 *(lines, rows, host_rows, keys_at, 0, 0, request.out.data.ptr),
                 *(buckets, stride, table.table.dim, on_device),
                 *(bags, request.hotness, self._blocks, 0, table.clock.stamping),
-                *(request.mean, table.table.dtype == np.float16, table.hidden),
+                *(COMBINERS[request.pooling], table.table.dtype == np.float16, table.hidden),
                 *(table.table.row_format.code, 0),
             )
             self._blocks += shape.blocks(bags)
@@ -173,7 +182,7 @@ class FixedRows:
     source: Any
     fallback: Any
     hotness: int
-    mean: bool
+    pooling: Pooling
     out: Any
     row_format: RowFormat
 
@@ -217,7 +226,7 @@ class PreparedRowPooling:
                     bags,
                     request.hotness,
                     blocks,
-                    request.mean,
+                    COMBINERS[request.pooling],
                     request.fallback.dtype == np.float16,
                     request.row_format.code,
                     request.row_format.row_bytes(dim),

@@ -23,7 +23,8 @@ class Feature:
     ``key_offset`` is added to every key mod 2^64. ``hotness`` is the number of keys per sample, None
     if the request decides. A ``context`` feature may have batch 1 while the candidates have more.
     ``max_hotness`` bounds the keys per sample, on average over a request. ``keys_of`` is the request's
-    name for the keys if several tables take the same keys; by default it is ``name``."""
+    name for the keys if several tables take the same keys; by default it is ``name``. Rows longer than
+    ``max_norm`` are scaled down to it: see `hps.lookup.max_norm`."""
 
     name: str
     table: EmbeddingTable
@@ -33,6 +34,7 @@ class Feature:
     context: bool = False
     max_hotness: int | None = None
     keys_of: str = ""
+    max_norm: float | None = None
 
     @property
     def input(self) -> str:

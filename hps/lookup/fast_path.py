@@ -82,7 +82,7 @@ def _pooled(feature: Feature, keys: JaggedKeys, position: int, start: int) -> _P
         (keys.batch, feature.table.dim),
         offsets_of(keys),
         weights_of(keys),
-        divisors(keys) if feature.pooling == "mean" else None,
+        divisors(keys, feature.pooling),
     )
 
 
@@ -257,8 +257,8 @@ class FastPath:
     def prepare(self, request: LookupRequest) -> PreparedLookup | None:
         """Return the prepared lookup for requests of this form.
 
-        None if the request needs the slow path: for sources, ``out``, conversion of keys, or many rows that
-        are not pooled. Raises ``BadRequest`` like the slow path.
+        None if the request needs the slow path: for sources, ``out``, ``max_norm``, conversion of keys, or
+        many rows that are not pooled. Raises ``BadRequest`` like the slow path.
         """
         if request.want_source or request.out:
             return None
@@ -290,6 +290,7 @@ class FastPath:
             start = 0
             for feature in features:
                 keys = check_keys(feature, request.features[feature.name])
+                poolable = poolable and feature.max_norm is None
                 position, n = names.index(feature.name), len(keys.keys)
                 if is_pooled(feature.pooling, keys):
                     slices.append(_pooled(feature, keys, position, start))

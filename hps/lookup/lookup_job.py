@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hps.lookup.base import Feature
+from hps.lookup.max_norm import scale_to_norm
 from hps.lookup.pooling import gives_narrow_rows, is_pooled, pool
 from hps.native import dedup
 from hps.observability.meters import Answers
@@ -47,7 +48,7 @@ class TableKeys:
     def gives_narrow_rows(self) -> bool:
         """True if all features may be answered by rows as they are stored."""
         pairs = zip(self.features, self.keys, strict=True)
-        return all(gives_narrow_rows(self.part.table, f.pooling, k) for f, k in pairs)
+        return all(gives_narrow_rows(feature, keys) for feature, keys in pairs)
 
     @property
     def sizes(self) -> list[tuple[str, int]]:
@@ -142,9 +143,11 @@ class FullLookupJob(LookupJob):
             start = 0
             for feature, keys in zip(keys_of_table.features, keys_of_table.keys, strict=True):
                 span = slice(start, start + len(keys.keys))
-                stored = result.stored_rows and gives_narrow_rows(part.table, feature.pooling, keys)
+                stored = result.stored_rows and gives_narrow_rows(feature, keys)
                 every, dtype = (part.out, None) if stored else (vectors_of_part, part.table.dtype)
                 rows = every if whole else every[span]
+                if feature.max_norm is not None:
+                    rows = scale_to_norm(rows, feature.max_norm)
                 numbers = None if inverse is None else inverse[span]
                 target = request.out.get(feature.name) if request.out else None
                 vectors = pooled_rows(rows, keys, feature.pooling, numbers, target, dtype=dtype)

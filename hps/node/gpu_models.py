@@ -103,8 +103,8 @@ class GpuModels:
     def lookups(
         self, model: OpenedModel, workers: LookupPools, promote: Promote, meter: LookupMeter
     ) -> list[DeviceLookup]:
-        """The model's lookups, one per device."""
-        if self.replicas is None:
+        """The model's lookups, one per device; none if a feature has ``max_norm``, which kernels lack."""
+        if self.replicas is None or _has_max_norm(model):
             return []
         lookups = [
             DeviceLookup(cache, host, model.lookup, caches, stores, workers, promote, meter)
@@ -124,7 +124,7 @@ class GpuModels:
 
         Empty where the network takes no vectors there."""
         network, spec, name = model.dense, model.spec.dense, model.lookup.name
-        if self.replicas is None or spec is None or network is None:
+        if self.replicas is None or not lookups or spec is None or network is None:
             return []
         feeds = [
             (feature, spec.embeddings.get(feature.name, feature.name))
@@ -223,6 +223,8 @@ class GpuModels:
             if not self.replicas.capacity(table):
                 why = f"table {table.name} has no rows there (gpu_rows, gpu_share, tiers.gpu)"
                 return _Unscheduled(why, is_chosen=is_kept_out(self._settings, table))
+        if _has_max_norm(model):
+            return _Unscheduled("a feature has max_norm", is_chosen=True)
         if not isinstance(model.dense, OnnxModel):
             return _Unscheduled("Triton runs its network (dense.triton)", is_chosen=True)
         if not runs_on_gpu(model.dense):
@@ -270,6 +272,10 @@ def bridge_to_device(inner: Tier, device: int, workspaces: int) -> Any:
     from hps.tiers.gpu.host_bridge import HostBridge
 
     return HostBridge(inner, device=device, workspaces=workspaces)
+
+
+def _has_max_norm(model: OpenedModel) -> bool:
+    return any(feature.max_norm is not None for feature in model.lookup.features.values())
 
 
 def runs_on_gpu(network: OnnxModel) -> bool:

@@ -238,6 +238,7 @@ def features_of(spec: ModelSpec, tables: Mapping[str, EmbeddingTable]) -> dict[s
             f.context,
             f.max_hotness,
             "" if name == f.name else f.name,
+            f.max_norm,
         )
         for f in spec.served_features
         for name, table in f.vectors.items()

@@ -138,7 +138,8 @@ class Node(OpenModels):
         lookups = served.on_devices
         if not lookups:
             raise BadRequest(
-                "this node has no GPU cache (tiers.gpu.use); lookup answers on the host"
+                "this node has no GPU cache (tiers.gpu.use), or a feature of the model has max_norm; lookup "
+                "answers on the host"
             )
         lookup = self._lookup_near(features, lookups)
         if not want_source and timeout_s is None:

@@ -9,6 +9,7 @@ import pytest
 import hps
 from hps.config.model_schema import ModelSpec
 from hps.config.server_settings import GrpcSettings, ServerSettings
+from hps.lookup.max_norm import scale_to_norm
 from hps.lookup.remote.lookup_codec import LookupRequestTemplate
 from hps.models.version_writer import write_version
 from hps.native import COMPILED
@@ -36,6 +37,7 @@ def models(tmp_path):
     tables = [{"name": name, "dim": DIM, "rows": name, "default": DEFAULT} for name in FORMATS]
     features = [{"name": name, "table": name, "pooling": "none"} for name in FORMATS]
     features += [{"name": f"{name}_bag", "table": name} for name in FORMATS]
+    features.append({"name": "short", "table": "int8", "pooling": "none", "max_norm": 2.0})
     spec = ModelSpec.model_validate({"name": "m", "tables": tables, "features": features})
     write_version(tmp_path / "models", spec, 1, {name: (KEYS, vectors()) for name in FORMATS})
     return tmp_path / "models"
@@ -103,6 +105,11 @@ def test_front_ends_answer_the_vectors_of_their_nodes(models, tmp_path, monkeypa
                         size = sum(row_format(name).row_bytes(DIM) for name in features)
                         assert responses[-1].stored_rows
                         assert len(responses[-1].vectors) == 3 * size
+                rows = expected("int8")[0][[0, 1, 3]]
+                found = connected.lookup("m", {"int8": keys, "short": keys}).vectors
+                np.testing.assert_array_equal(found["int8"], rows)
+                np.testing.assert_array_equal(found["short"], scale_to_norm(rows, 2.0))
+                assert (found["short"] != rows).any()
                 found = connected.lookup("m", {"int8": keys}, by_table=True)
                 np.testing.assert_array_equal(found.vectors["int8"], expected("int8")[0][[0, 1, 3]])
                 assert len(responses[-1].vectors) == 3 * (DIM + 4)

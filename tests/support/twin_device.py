@@ -284,9 +284,7 @@ class Cache(MemoryTier):
             decode_rows(rows, None, vectors, ask.row_format.code)
             vectors[np.asarray(ask.source) == 0] = ask.fallback
             keys = JaggedKeys(np.zeros(len(rows), np.int64), len(ask.out), ask.offsets, ask.weights)
-            ask.out[...] = pool(
-                vectors, keys, "mean" if ask.mean else "sum", dtype=ask.fallback.dtype
-            )
+            ask.out[...] = pool(vectors, keys, ask.pooling, dtype=ask.fallback.dtype)
 
     def prepare(self, asks: Any) -> Prepared:
         return Prepared(self, asks)
@@ -445,7 +443,7 @@ class PreparedRows:
                 None,
                 ask.out,
                 ask.hotness,
-                ask.mean,
+                ask.pooling,
                 ask.row_format,
             )
             self._cache.pool_rows([plain], stream)
@@ -464,13 +462,13 @@ class Prepared:
         self._cache.pooled += 1
         for number, address in on_device.items():
             self.keys[number][:] = self._cache.space.at(address, len(self.keys[number]), np.int64)
-        for keys, (table, n, hotness, mean, out) in zip(self.keys, self._asks, strict=True):
+        for keys, (table, n, hotness, pooling, out) in zip(self.keys, self._asks, strict=True):
             part = Part.make(table, keys)
             MemoryTier.fetch(self._cache, [part], FetchContext())
             missing += int((part.source == 0).sum())
             bags = JaggedKeys(keys, n // hotness)
             vectors = to_vectors(table, part.out, dtype=np.float32)
-            out[...] = pool(vectors, bags, "mean" if mean else "sum", dtype=table.dtype)
+            out[...] = pool(vectors, bags, pooling, dtype=table.dtype)
         self._count[0] = missing
 
     def missing(self) -> int:

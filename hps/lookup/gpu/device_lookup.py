@@ -257,7 +257,7 @@ def _pool(
                 None if each else keys.weights,
                 out,
                 1 if each else keys.hotness or 0,
-                feature.pooling == "mean",
+                feature.pooling,
                 part.table.row_format,
             )
         )

@@ -104,10 +104,7 @@ class DeviceBags:
 def prepared_pooling(cache: Any, asks: Sequence[DeviceBags]) -> Any:
     """Prepare a pooling in one launch, of rows that are all in ``cache``."""
     return cache.prepare(
-        [
-            (ask.feature.table, ask.n, ask.hotness, ask.feature.pooling == "mean", ask.out)
-            for ask in asks
-        ]
+        [(ask.feature.table, ask.n, ask.hotness, ask.feature.pooling, ask.out) for ask in asks]
     )
 
 
@@ -170,7 +167,7 @@ class FilledFetch:
                 self._own_sources[i],
                 self._space.upload(ask.feature.table.default),
                 ask.hotness,
-                ask.feature.pooling == "mean",
+                ask.feature.pooling,
                 ask.out,
                 ask.feature.table.row_format,
             )

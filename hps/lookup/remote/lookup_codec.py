@@ -72,7 +72,7 @@ class _ResponseLayout:
     ) -> _ResponseSlice:
         count, table = len(keys.keys), feature.table
         rows = count if feature.pooling == "none" else keys.batch
-        narrow = stored and gives_narrow_rows(table, feature.pooling, keys)
+        narrow = stored and gives_narrow_rows(feature, keys)
         dtype = (table.row_dtype if narrow else table.dtype).newbyteorder("<")
         width = table.row_width if narrow else table.dim
         key_slice, at = slice(self.keys, self.keys + count), self.size

@@ -46,6 +46,7 @@ def _feature(feature: Feature) -> Any:
         pooling=feature.pooling,
         hotness=feature.hotness or 0,
         context=feature.context,
+        max_norm=feature.max_norm or 0,
     )
 
 

@@ -96,7 +96,7 @@ class LaneFill:
             self._sources[start : start + bags.n],
             self._space.upload(table.default),
             bags.hotness,
-            bags.feature.pooling == "mean",
+            bags.feature.pooling,
             bags.out,
             table.row_format,
         )

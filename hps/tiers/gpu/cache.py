@@ -37,7 +37,7 @@ from hps.tiers.gpu.checks import (
 )
 from hps.tiers.gpu.fetch_parts import distribute_misses, fetch_arguments
 from hps.tiers.gpu.tables import GpuTables
-from hps.types import EmbeddingTable, Source, oldest_tombstone
+from hps.types import EmbeddingTable, Pooling, Source, oldest_tombstone
 
 _NUMBERS = FetchVariant(NUMBERS, stamp=False)
 _UNSTAMPED = FetchVariant(stamp=False)
@@ -180,15 +180,15 @@ class GpuCache(GpuTables):
         return out
 
     def prepare(
-        self, asks: Sequence[tuple[EmbeddingTable, int, int, bool, Any]]
+        self, asks: Sequence[tuple[EmbeddingTable, int, int, Pooling, Any]]
     ) -> PreparedPooling:
         """Prepare poolings that differ only in their keys.
 
-        ``asks`` has per table: the number of keys, the hotness, whether to pool by mean, and ``out``. The
-        tables must be in the cache and stay in it."""
+        ``asks`` has per table: the number of keys, the hotness, the pooling, and ``out``. The tables
+        must be in the cache and stay in it."""
         fixed = [
-            FixedBags(self.held(table), n, hotness, mean, out)
-            for table, n, hotness, mean, out in asks
+            FixedBags(self.held(table), n, hotness, pooling, out)
+            for table, n, hotness, pooling, out in asks
         ]
         with self._device:
             return PreparedPooling(self._readers, fixed)
@@ -393,7 +393,7 @@ class GpuCache(GpuTables):
 
 
 def _kernel_bags(table: GpuTable, ask: DevicePooling) -> KernelBags:
-    keys, mean = ask.keys, ask.combiner == "mean"
+    keys = ask.keys
     return KernelBags(
-        table, keys.keys, keys.offsets, keys.weights, ask.out, keys.hotness or 0, mean
+        table, keys.keys, keys.offsets, keys.weights, ask.out, keys.hotness or 0, ask.combiner
     )

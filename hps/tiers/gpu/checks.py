@@ -42,7 +42,7 @@ class DevicePooling:
 
     table: EmbeddingTable
     keys: JaggedKeys
-    combiner: Literal["sum", "mean"]
+    combiner: Literal["sum", "mean", "sqrtn"]
     out: Any
 
 

@@ -194,7 +194,10 @@ class TestImport:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (("-f", "user=users:contxt"), "unknown option 'contxt'; expected sum, mean, none,"),
+            (
+                ("-f", "user=users:contxt"),
+                "unknown option 'contxt'; expected sum, mean, sqrtn, none,",
+            ),
             (("-f", "user=users:hotness=x"), "unknown option 'hotness=x'"),
             (("-f", "user=users:hotness=3:max_hotness=2"), "--feature user"),
             (("--default", "users=a"), "--default users: expected numbers, found 'a'"),

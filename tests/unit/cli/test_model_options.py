@@ -48,6 +48,7 @@ def test_feature_option_takes_several_tables():
     deep_and_wide, plain = features(["ad=deep,wide+100:mean", "user=users"])
     assert deep_and_wide.vectors == {"ad.deep": "deep", "ad.wide": "wide"}
     assert (deep_and_wide.key_offset, deep_and_wide.pooling) == (100, "mean")
+    assert [f.pooling for f in features(["a=users:sqrtn", "b=users:none"])] == ["sqrtn", "none"]
     assert plain.vectors == {"user": "users"}
 
 

@@ -143,7 +143,12 @@ MISTAKES = [
         "hotness: 5, max_hotness: 3",
         ":8: features[2].max_hotness: is 3, but hotness",
     ),
-    ("pooling: none", "pooling: max", ":7: features[1].pooling: expected sum, mean or none, found"),
+    (
+        "pooling: none",
+        "pooling: max",
+        ":7: features[1].pooling: expected sum, mean, sqrtn or none, found",
+    ),
+    ("pooling: none", "max_norm: 0", ":7: features[1].max_norm: expected a number above 0"),
     ("dim: 2", "dim: 0", ":4: tables[1].dim: expected a whole number from 1 to 65536, found 0"),
     (
         "name: ctr",
@@ -233,7 +238,7 @@ def specs(draw: st.DrawFn) -> ModelSpec:
             "name": name,
             "table": draw(st.sampled_from([t["name"] for t in tables])),
             "key_offset": draw(st.integers(-(2**63), 2**64 - 1)),
-            "pooling": draw(st.sampled_from(["sum", "mean", "none"])),
+            "pooling": draw(st.sampled_from(["sum", "mean", "sqrtn", "none"])),
             "context": draw(st.booleans()),
         }
         for name in draw(st.lists(NAMES, max_size=4, unique=True))

@@ -60,6 +60,12 @@ def test_argument_structs_match_their_numpy_dtypes(file, struct, dtype):
     assert widths == [dtype[name].itemsize for name in dtype.names]
 
 
+def test_combiners_have_the_codes_of_the_kernels():
+    names = re.search(r"enum Combiner : u32 {(.*?)}", (loader.FOLDER / "pool.cuh").read_text())[1]
+    codes = {name.strip().lower(): code for code, name in enumerate(names.split(","))}
+    assert codes | {"none": codes["sum"]} == launch.COMBINERS
+
+
 @given(st.lists(INT64, min_size=1, max_size=50), st.integers(layout.MIN_BUCKETS, 2**26))
 def test_key_has_four_halves_in_two_buckets(keys, buckets):
     halves = layout.half_buckets(np.array(keys, np.int64), buckets)

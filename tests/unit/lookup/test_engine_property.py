@@ -39,7 +39,7 @@ def feature(draw, i, named):
         f"f{i}",
         draw(st.sampled_from(named)),
         draw(OFFSETS),
-        draw(st.sampled_from(["sum", "mean", "none"])),
+        draw(st.sampled_from(["sum", "mean", "sqrtn", "none"])),
     )
 
 
@@ -96,8 +96,9 @@ def pooled(rows, lengths, weights, pooling, dim):
         w = np.ones(length) if weights is None else weights[at : at + length].astype(float)
         for i in range(length):
             out[sample] += w[i] * rows[at + i]
-        if pooling == "mean":
-            out[sample] = out[sample] / w.sum() if w.sum() else 0.0
+        if pooling != "sum":
+            by = w.sum() if pooling == "mean" else np.sqrt((w**2).sum())
+            out[sample] = out[sample] / by if by else 0.0
         at += length
     return out
 

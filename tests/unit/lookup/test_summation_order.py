@@ -98,7 +98,7 @@ def cases(draw):
     if draw(st.booleans()):
         weights = random.normal(0, 1, n).astype(np.float32)
     keys = random.integers(0, draw(st.sampled_from([2, 20, ROWS])), n)
-    pooling = draw(st.sampled_from(["sum", "mean"]))
+    pooling = draw(st.sampled_from(["sum", "mean", "sqrtn"]))
     dim, kind = draw(st.sampled_from(DIMS)), draw(st.sampled_from(KINDS))
     return world(dim, kind, pooling), JaggedKeys(keys, batch, offsets, weights)
 
@@ -116,7 +116,9 @@ def by_definition(world, keys, pooling):
                 weight = keys.weights[i]
                 row = row * weight
             total = row if total is None else total + row
-            by += weight
+            by += weight * weight if pooling == "sqrtn" else weight
+        if pooling == "sqrtn":
+            by = np.sqrt(by)
         if total is not None:
             summed[bag] = total if pooling == "sum" else total / by if by else 0
     with np.errstate(over="ignore"):  # weights that almost cancel make a mean too large for float16
@@ -158,6 +160,7 @@ def answers(world, keys):
 @settings(deadline=None, max_examples=150)
 @given(cases())
 @example((world(1, KINDS[0], "mean"), JaggedKeys(np.arange(ROWS), 1)))
+@example((world(32, KINDS[0], "sqrtn"), JaggedKeys(np.arange(ROWS), 1)))
 @example((world(32, KINDS[1], "sum"), JaggedKeys(np.ones(3, np.int64), 1)))  # of -0
 @example((world(32, KINDS[0], "sum"), JaggedKeys(np.ones(3, np.int64), 1)))
 def test_every_path_gives_the_bits_of_the_definition(case):
@@ -200,7 +203,7 @@ def test_every_kernel_gives_the_bits_of_the_definition(kernel, case):
     world, keys = case
     pooling = world.model.features["pooled"].pooling
     out = np.empty((keys.batch, world.table.dim), world.table.dtype)
-    by = divisors(keys) if pooling == "mean" else None
+    by = divisors(keys, pooling)
     code = world.table.row_format.code
     kernel(world.rows, keys.keys, keys.offsets, keys.weights, by, out, format=code)
     assert out.tobytes() == by_definition(world, keys, pooling).tobytes()

@@ -59,8 +59,9 @@ def test_bags_of_one_size_equal_gather_then_pool_bit_by_bit(
     jagged = JaggedKeys(keys, 9, None, weights)
     assert table.pool_bags(keys, None, weights, None, out) is None
     assert out.tobytes() == pool(rows[keys], jagged, "sum").tobytes()
-    assert table.pool_bags(keys, None, weights, divisors(jagged), out) is None
-    assert out.tobytes() == pool(rows[keys], jagged, "mean").tobytes()
+    for pooling in ("mean", "sqrtn"):
+        assert table.pool_bags(keys, None, weights, divisors(jagged, pooling), out) is None
+        assert out.tobytes() == pool(rows[keys], jagged, pooling).tobytes()
 
 
 @pytest.mark.parametrize("table_class", TABLE_CLASSES)

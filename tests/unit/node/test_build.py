@@ -479,6 +479,33 @@ def test_predict(opened):
     ) == ["cvr"]
 
 
+def test_predict_with_sqrtn(tmp_path):
+    seen = FeatureSpec(name="seen", table="items", pooling="sqrtn")
+    write(tmp_path, features=[*FEATURES[:2], seen])
+    weights = np.array([3, 4, 0, -2], np.float32)
+    bags = JaggedKeys(np.array([1, 2, 1, 2]), 4, np.array([0, 2, 2, 3, 4]), weights)
+    with hps.open(settings(tmp_path)) as node:
+        features = {"user": [3], "item": [[1], [2], [1], [2]], "seen": bags}
+        scores = node.predict("clicks", features, {"price": np.ones((4, 1))}).outputs["ctr"]
+        vectors = node.lookup("clicks", {"seen": _bags([[1, 2, 2, 1], []])}).vectors["seen"]
+    user, item = rows([3], 4).sum(), rows([1, 2], 2)
+    pooled = np.vstack([(3 * item[0] + 4 * item[1]) / 5, [0, 0], [0, 0], -item[1]])
+    expected = user + item[[0, 1, 0, 1]].sum(1) + pooled.sum(1) + 1
+    np.testing.assert_allclose(scores[:, 0], expected, rtol=1e-3)  # pooled vectors are float16
+    np.testing.assert_array_equal(vectors, [item.sum(0), [0, 0]])  # twice the sum, by the root of 4
+
+
+def test_predict_with_max_norm(tmp_path):
+    user = FeatureSpec(name="user", table="users", context=True, max_norm=2)
+    write(tmp_path, features=[user, *FEATURES[1:]])
+    with hps.open(settings(tmp_path)) as node:
+        features = {"user": [3], "item": [[1]], "seen": _bags([[]])}
+        scores = node.predict("clicks", features, {"price": [[1.0]]}).outputs["ctr"]
+    row = rows([3], 4)
+    expected = (row * 2 / np.linalg.norm(row)).sum() + rows([1], 2).sum() + 1
+    np.testing.assert_allclose(scores, [[expected]], rtol=1e-6)
+
+
 def _bags(bags):
     offsets = np.cumsum([0, *map(len, bags)])
     return JaggedKeys(np.array(sum(bags, []), np.int64), len(bags), offsets)  # noqa: RUF017

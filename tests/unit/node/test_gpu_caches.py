@@ -174,6 +174,27 @@ def test_gpu_predictions_equal_host_predictions(both, batch, keys):
         node.writer.flush()
 
 
+def test_model_with_max_norm_is_served_from_the_host(tmp_path, monkeypatch):
+    features = [each.model_copy(update={"max_norm": 2.0}) for each in FEATURES]
+    spec = ModelSpec(name="m", tables=TABLES, features=features, dense=DENSE)
+    keys = np.arange(HELD)
+    held = {table.name: (keys, rows(keys, table.dim)) for table in TABLES}
+    write_version(tmp_path / "models", spec, 1, held, dense=network())
+    models = {"repository": str(tmp_path / "models"), "warm_up_s": 0}
+    twin_device.install(monkeypatch, 1)
+    outputs, features_and_dense = [], request_of(keys[:200], 7)
+    for use in ("required", "off"):
+        gpu = {"use": use, "share": 1.0}
+        tiers = {"gpu": gpu, "rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD}}
+        with hps.open({"models": models, "tiers": tiers}) as node:
+            outputs.append(node.predict("m", *features_and_dense).outputs["all"])
+            with pytest.raises(BadRequest, match=r"no GPU cache .*max_norm"):
+                node.lookup_on_device("m", {"user": [3]})
+    assert outputs[0].tobytes() == outputs[1].tobytes()
+    user = outputs[0][:, :4]
+    np.testing.assert_allclose(np.linalg.norm(user, axis=1), 2, rtol=1e-6)
+
+
 @pytest.mark.parametrize("gpus", [1, pytest.param(None, marks=pytest.mark.gpu)])
 def test_feature_with_several_tables_is_fed_from_the_device(tmp_path, monkeypatch, gpus):
     features = [FeatureSpec(name="ad", table=["users", "items"])]

@@ -20,6 +20,7 @@ from tests.support.memory_tier import MemoryTier
 from tests.support.rows import distinct_rows
 
 pytestmark = pytest.mark.gpu
+POOLINGS = ["sum", "mean", "sqrtn"]
 NOW = make_version(time.time_ns() // 1_000_000)
 
 
@@ -34,8 +35,8 @@ def filled(tables, held=5000):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("dim", [1, 3, 8, 32, 200])
 @pytest.mark.parametrize("hotness", [0, 1, 5, None])
-@pytest.mark.parametrize("mean", [False, True])
-def test_pooling_of_fetched_rows_equals_host_pooling(dim, dtype, hotness, mean):
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_pooling_of_fetched_rows_equals_host_pooling(dim, dtype, hotness, pooling):
     cp, rng = cupy(), np.random.default_rng(dim)
     table = EmbeddingTable.make("t", dim, dtype=dtype, default=3.0)
     cache, asks, expected = filled([table]), [], []
@@ -63,13 +64,13 @@ def test_pooling_of_fetched_rows_equals_host_pooling(dim, dtype, hotness, mean):
                 weights,
                 out,
                 hotness or 0,
-                mean,
+                pooling,
                 table.row_format,
             )
         )
         rows = distinct_rows(table, keys.keys)
         rows[~found] = 3
-        expected.append(pool(rows, keys, "mean" if mean else "sum"))
+        expected.append(pool(rows, keys, pooling))
     cp.cuda.get_current_stream().synchronize()
     cache.pool_rows(asks, stream)
     for request, values in zip(asks, expected, strict=True):
@@ -83,7 +84,11 @@ def test_prepared_pooling_equals_pooling(count):
     cache, batch = filled(tables, 500), 60
     outs = [cp.empty((batch, table.dim), np.float32) for table in tables]
     hot = [1 + i % 4 for i in range(count)]
-    asks = [(table, batch * hot[i], hot[i], i % 2 == 0, outs[i]) for i, table in enumerate(tables)]
+    poolings = [POOLINGS[i % 3] for i in range(count)]
+    asks = [
+        (table, batch * h, h, pooling, out)
+        for table, h, pooling, out in zip(tables, hot, poolings, outs, strict=True)
+    ]
     prepared, stream = cache.prepare(asks), cache.space.take_stream()
     for turn in range(4):
         requested_keys = [rng.integers(0, 500, batch * h) for h in hot]
@@ -98,7 +103,7 @@ def test_prepared_pooling_equals_pooling(count):
             continue
         for i, (table, keys) in enumerate(zip(tables, requested_keys, strict=True)):
             bags = JaggedKeys(keys, batch)
-            expected = pool(distinct_rows(table, keys), bags, "mean" if i % 2 == 0 else "sum")
+            expected = pool(distinct_rows(table, keys), bags, poolings[i])
             assert outs[i].get().tobytes() == expected.tobytes()
 
 
@@ -108,7 +113,7 @@ def test_prepared_pooling_counts_as_use():
     held = cache.held(table)
     held.clock.ticks = 40
     out = cupy().empty((1, 4), np.float32)
-    prepared = cache.prepare([(table, 1, 1, False, out)])
+    prepared = cache.prepare([(table, 1, 1, "sum", out)])
     held.clock.ticks += held.clock.age
     prepared.keys[0][:] = 7
     stream = cache.space.take_stream()

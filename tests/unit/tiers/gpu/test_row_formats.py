@@ -98,7 +98,7 @@ def test_vectors_of_other_types_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("combiner", ["sum", "mean"])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("rows", "dtype"), FORMATS)
 @pytest.mark.parametrize("dim", [1, 3, 8, 32, 36, 64, 128, 200])
@@ -128,16 +128,16 @@ def test_poolings_of_many_bags_have_the_bits_of_the_host(dim, rows, counted_behi
     stream = cache.space.take_stream()
     for hotness in (1, 3, 20, 33):
         keys = rng.integers(0, HELD, 999 * hotness)
-        check_pooling(cache, table, JaggedKeys(keys, 999), "mean")
+        check_pooling(cache, table, JaggedKeys(keys, 999), "sqrtn")
         out = cp.empty((999, dim), np.float32)
-        prepared = cache.prepare([(table, len(keys), hotness, False, out)])
+        prepared = cache.prepare([(table, len(keys), hotness, "mean", out)])
         for missing in (0, 2, 0):
             prepared.flat[:] = keys
             prepared.flat[:missing] = HELD + 7
             prepared.launch(stream)
             stream.synchronize()
             assert prepared.missing() == missing
-        assert out.get().tobytes() == expected_of(table, JaggedKeys(keys, 999), "sum").tobytes()
+        assert out.get().tobytes() == expected_of(table, JaggedKeys(keys, 999), "mean").tobytes()
     missing = JaggedKeys(np.array([5, HELD + 7, 6, 8]), 4)
     out = cp.empty((4, dim), table.dtype)
     assert not cache.pool([DevicePooling(table, missing, "sum", out)])
@@ -168,11 +168,11 @@ def test_tables_with_and_without_weights_are_pooled_together():
     bags.append(JaggedKeys(rng.integers(0, HELD, 90 * 40), 90))
     outs = [cp.empty((90, 64), np.float32) for _ in tables]
     asks = [
-        DevicePooling(*each, "mean", out) for *each, out in zip(tables, bags, outs, strict=True)
+        DevicePooling(*each, "sqrtn", out) for *each, out in zip(tables, bags, outs, strict=True)
     ]
     assert cache.pool(asks)
     for table, keys, out in zip(tables, bags, outs, strict=True):
-        assert out.get().tobytes() == expected_of(table, keys, "mean").tobytes()
+        assert out.get().tobytes() == expected_of(table, keys, "sqrtn").tobytes()
     cache.close()
 
 
@@ -221,7 +221,7 @@ def test_rows_of_cache_and_bridge_are_pooled_with_exact_defaults(dim, rows, dtyp
             tier.fetch([part], FetchContext(stream=stream))
         out = cp.full((300, dim), 9, dtype)
         cp.cuda.get_current_stream().synchronize()
-        bags = (part.out, part.source, table.default, None, None, out, hotness, False)
+        bags = (part.out, part.source, table.default, None, None, out, hotness, "sum")
         cache.pool_rows([RowBags(*bags, table.row_format)], stream)
         stored = np.where(wanted < HELD, wanted, wanted - 100)
         vectors = to_vectors(table, rows_of(table, stored % HELD), dtype=np.float32)
@@ -241,9 +241,13 @@ def test_prepared_poolings_have_the_bits_of_the_host(dims):
     tables = [table_of(dim, rows) for dim, rows in zip(dims, names, strict=True)]
     cache, batch = filled(tables), 60
     hot = [1 + i % 4 for i in range(len(dims))]
+    combiners = [("sum", "mean", "sqrtn")[i % 3] for i in range(len(dims))]
     outs = [cp.empty((batch, dim), np.float32) for dim in dims]
     prepared = cache.prepare(
-        [(t, batch * h, h, False, out) for t, h, out in zip(tables, hot, outs, strict=True)]
+        [
+            (t, batch * h, h, combiner, out)
+            for t, h, combiner, out in zip(tables, hot, combiners, outs, strict=True)
+        ]
     )
     stream = cache.space.take_stream()
     for _ in range(3):
@@ -252,8 +256,8 @@ def test_prepared_poolings_have_the_bits_of_the_host(dims):
         prepared.launch(stream)
         stream.synchronize()
         assert prepared.missing() == 0
-        for table, keys, out in zip(tables, prepared.keys, outs, strict=True):
-            expected = expected_of(table, JaggedKeys(keys, batch), "sum")
+        for table, keys, combiner, out in zip(tables, prepared.keys, combiners, outs, strict=True):
+            expected = expected_of(table, JaggedKeys(keys, batch), combiner)
             assert out.get().tobytes() == expected.tobytes()
     cache.close()
 

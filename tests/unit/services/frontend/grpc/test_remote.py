@@ -302,6 +302,10 @@ def test_node_with_another_model_yaml_is_rejected(serve, connect, small):
     mine = LookupModel("words", 1, served.tables, features)
     with pytest.raises(ModelError, match=r"feature 'left' .*mean.*sum.* same model\.yaml"):
         connect(url, described=mine)
+    shorter = replace(served.engine.features["left"], max_norm=1.5)
+    mine = LookupModel("words", 1, served.tables, {**served.engine.features, "left": shorter})
+    with pytest.raises(ModelError, match=r"feature 'left' .*max_norm: 1\.5.* same model\.yaml"):
+        connect(url, described=mine)
 
 
 def test_removed_version_is_noticed_by_a_lookup(serve, connect, small, monkeypatch):
