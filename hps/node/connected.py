@@ -35,9 +35,15 @@ from hps.models.remote import repository_of
 from hps.node.model_opening import OpenedModel, open_model
 from hps.node.served_models import OpenModels
 from hps.node.served_versions import ServedModel
-from hps.node.serving_context import make_pipeline, open_dense_pool, open_lookup_pools
+from hps.node.serving_context import (
+    make_pipeline,
+    open_dense_pool,
+    open_lookup_pools,
+    open_samples,
+)
 from hps.node.tier_status import publish_process
 from hps.node.version_sync import SYNC_EVERY_S, OpenedVersion, SyncedModels, VersionSync
+from hps.node.warm_up import WarmUp
 from hps.observability import metric_names as m
 from hps.observability.meters import LookupMeter
 from hps.observability.metrics import Metrics
@@ -154,6 +160,10 @@ class _ConnectBuilder:
         resources.callback(self._sync.close)  # after the last lookup has finished
         self._runs = open_dense_pool(settings, resources)
         self._lanes = open_lookup_pools(settings, resources)
+        self._samples = open_samples(settings, resources)
+        # Nodes answer the former version for `linger_s` only; the rest is for the poll and the network.
+        limit_s = min(settings.models.warm_up_s, settings.models.linger_s / 2)
+        self._warm_up = WarmUp(limit_s, self._metrics)
 
     def wait(self, wait_s: float | None, progress: Progress) -> None:
         """Wait for a model to serve; None: check once.
@@ -200,8 +210,21 @@ class _ConnectBuilder:
             own.callback(candidates.close)
             self._metrics.retain(name, number)
             own.callback(self._metrics.release, name, number)
-            return OpenedVersion(self._served(model, candidates), own.pop_all().close)
+            served = self._served(model, candidates)
+            if self._may_warm_up(name, number):
+                self._warm_up.run(served)
+            return OpenedVersion(served, own.pop_all().close)
         raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
+
+    def _may_warm_up(self, name: str, number: int) -> bool:
+        """True if a version is newer than the served one, and a node still answers that one.
+
+        A rollback must be immediate, and requests that no node answers cannot wait."""
+        served = self._sync.models.get(name)
+        if served is None or number < served.version:
+            return False
+        of = name, served.version
+        return any(of in node.models for node in self._nodes.all if node.may_serve)
 
     def _served(self, model: OpenedModel, candidates: Candidates) -> ServedModel:
         settings, of = self._lookup, (model.version.name, model.version.version)
@@ -218,7 +241,10 @@ class _ConnectBuilder:
             meter=LookupMeter(self._metrics, *of),
         )
         pipeline = make_pipeline(model, lookup, self._runs, self._metrics)
-        return ServedModel(*of, model.spec, model.tables, lookup, pipeline)
+        lookup.sample = sample = self._samples.of(of[0])
+        if pipeline is not None:
+            pipeline.sample = sample
+        return ServedModel(*of, model.spec, model.tables, lookup, pipeline, sample=sample)
 
     def _publish(self, connected: Connected) -> None:
         """Register gauges, which are read at a scrape; a removed node's counters end with it."""

@@ -36,7 +36,8 @@ _MOST_REPEATS = 2  # the same requests once more bring nothing more into memory
 _LEAST_SHARE, _MOST_SHARE = 0.03, 0.25
 _DEADLINE_S = 1.0
 _LOAD_SHARE = 0.2
-_IN_MEMORY = {each.name.lower() for each in (Source.GPU, Source.CPU, Source.MEMORY)}
+# A front end does not see in which tier of a lookup node a row is; the latency tells it.
+_IN_MEMORY = {each.name.lower() for each in (Source.GPU, Source.CPU, Source.MEMORY, Source.REMOTE)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from hps.config.server_settings import GrpcSettings, ServerSettings
 from hps.errors import ConfigError, ModelError, TierError, Unavailable
 from hps.observability import metric_names as m
 from hps.observability.profile import Profile
-from hps.types import LookupRequest
+from hps.types import LookupRequest, PredictRequest
 from services.frontend.auth import Authorizer
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.state import FrontendState
@@ -88,6 +88,15 @@ def test_predictions_equal_those_of_one_process(node, connected):
         for name, vectors in rows.vectors.items():
             assert vectors.tobytes() == expected.vectors[name].tobytes()
             assert rows.versions[name].tolist() == expected.versions[name].tolist()
+
+
+def test_a_sampled_prediction_is_kept_whole(connected):
+    sample = connected.models["clicks"].sample
+    until(lambda: sample.armed)
+    features = {"user": [[3]], "item": [[3]], "history": [[3, 1]]}
+    connected.predict("clicks", features, {"dense": np.ones((1, 3), np.float32)})
+    (kept,) = sample.requests()
+    assert isinstance(kept, PredictRequest)
 
 
 def test_profile_contains_the_network_and_work_of_a_node(connected):

@@ -302,38 +302,64 @@ def test_watched_repository_switches_all_processes(tmp_path):
         assert by_rest(server, "3") == 3
 
 
-def test_front_ends_serve_the_versions_of_their_lookup_nodes(tmp_path):
-    with serving(tmp_path, limits={"role": "lookup"}) as node:
-        (tmp_path / "front" / "models").mkdir(parents=True)
-        os.symlink(tmp_path / "models" / "words", tmp_path / "front" / "models" / "words")
+@contextmanager
+def front_end(folder):
+    """A lookup node, and a front end that serves its version 3."""
+    with serving(folder, limits={"role": "lookup"}) as node:
+        (folder / "front" / "models").mkdir(parents=True)
+        os.symlink(folder / "models" / "words", folder / "front" / "models" / "words")
         with start_hps(
-            tmp_path / "front",
+            folder / "front",
             limits={"role": "frontend"},
             tiers={"rocksdb": {"enabled": True}},
             lookup={"nodes": [node.grpc]},
         ) as hps:
             front = Server(hps, None, None)
             until(lambda: by_rest(front) == 3)
-            assert by_rest(front, "2") == 2
-            assert change(node, "load", version=1, beside=True, labels=["stable"])[0] == 200
-            until(lambda: by_rest(front, "stable") == 1)
-            assert change(node, "switch", version="stable") == (200, "1")
-            until(lambda: by_rest(front) == 1)
-            assert change(node, "rollback") == (200, "3")
-            until(lambda: by_rest(front) == 3)
+            yield node, front
+
+
+def test_front_ends_serve_the_versions_of_their_lookup_nodes(tmp_path):
+    with front_end(tmp_path) as (node, front):
+        assert by_rest(front, "2") == 2
+        assert change(node, "load", version=1, beside=True, labels=["stable"])[0] == 200
+        until(lambda: by_rest(front, "stable") == 1)
+        assert change(node, "switch", version="stable") == (200, "1")
+        until(lambda: by_rest(front) == 1)
+        assert change(node, "rollback") == (200, "3")
+        until(lambda: by_rest(front) == 3)
+
+
+def warm_ups(server):
+    with urllib.request.urlopen(f"http://{server.hps.admin}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    name = 'hps_model_warm_ups_total{model="words",result="settled"} '
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def ask_for(seconds, server):
+    """The answered versions."""
+    until_s, answered = time.monotonic() + seconds, set()
+    while time.monotonic() < until_s:
+        answered.add(by_rest(server))
+    return answered
 
 
 def test_workers_warm_up_a_version_with_their_own_requests(any_server):
     server = any_server
-
-    def warm_ups():
-        with urllib.request.urlopen(f"http://{server.hps.admin}/metrics", timeout=60) as answer:
-            lines = answer.read().decode().splitlines()
-        name = 'hps_model_warm_ups_total{model="words",result="settled"} '
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-    until_s = time.monotonic() + 1.0
-    while time.monotonic() < until_s:
-        assert by_rest(server) == 3
+    assert ask_for(1.0, server) == {3}
     assert change(server, "load", version=1) == (200, "1")
-    until(lambda: warm_ups() >= 1)
+    until(lambda: warm_ups(server) >= 1)
+
+
+def test_front_ends_warm_up_a_newer_version_before_they_serve_it(tmp_path):
+    """A rollback is immediate."""
+    with front_end(tmp_path) as (node, front):
+        assert ask_for(1.0, front) == {3}
+        write(tmp_path / "models", 4)
+        assert change(node, "load", version=4) == (200, "4")
+        until(lambda: by_rest(front) == 4)
+        assert warm_ups(front) == 1
+        assert change(node, "rollback") == (200, "3")
+        until(lambda: by_rest(front) == 3)
+        assert warm_ups(front) == 1

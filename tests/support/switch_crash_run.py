@@ -105,13 +105,14 @@ class Served:
 class SwitchCrashRun:
     """One node in an empty ``folder`` on a repository in ``store``; its actions follow ``seed``.
 
-    `run` raises AssertionError for whatever is wrong. ``killed`` counts kills by action, ``in_flight`` those
-    before the action was acknowledged."""
+    ``workers``: its number of worker processes. `run` raises AssertionError for whatever is wrong.
+    ``killed`` counts kills by action, ``in_flight`` those before the action was acknowledged."""
 
     folder: Path
     store: ObjectStore
     seed: int = 1
     prefix: str = "crashes"
+    workers: int = 0
     killed: Counter[str] = field(default_factory=Counter)
     in_flight: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
@@ -155,7 +156,10 @@ class SwitchCrashRun:
             },
             "rollback_s": 2.0,
         }
-        self._node = self._resources.enter_context(start_hps(self.folder, models=models))
+        limits = {"workers": self.workers}
+        self._node = self._resources.enter_context(
+            start_hps(self.folder, models=models, limits=limits)
+        )
 
     def _restart(self) -> None:
         log = self._node.log.read_text()

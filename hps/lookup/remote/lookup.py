@@ -19,7 +19,7 @@ import grpc
 import numpy as np
 
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
-from hps.lookup.base import Lookup, PreparedSubmit, submit_in_span
+from hps.lookup.base import Lookup, PreparedRequest, PreparedSubmit, submit_in_span
 from hps.lookup.remote.balancing import LeastBusy, NodePicker
 from hps.lookup.remote.candidates import Candidates
 from hps.lookup.remote.lookup_codec import LookupRequestTemplate, offsets_and_weights
@@ -27,6 +27,7 @@ from hps.lookup.remote.lookup_node import short_error
 from hps.lookup.remote.remote_call import LookupAttempt, RemoteLookupCall
 from hps.lookup.remote.request_checks import RemoteRequestChecks
 from hps.lookup.remote.retry_budget import RetryBudget
+from hps.lookup.request_sample import NO_SAMPLE
 from hps.observability.meters import LookupMeter
 from hps.observability.metrics import Metrics
 from hps.tracing import RequestContext, call_timed
@@ -99,6 +100,8 @@ class RemoteLookup(Lookup):
         limits = limits or RemoteLookupLimits()
         self.model = model = candidates.model
         self.features, self.tables = model.features, model.tables
+        self.sample = NO_SAMPLE
+        """Gets requests while it is armed."""
         self._candidates = candidates
         self._picker = picker or LeastBusy()
         self._max_in_flight, self._in_flight = limits.in_flight, 0
@@ -113,6 +116,7 @@ class RemoteLookup(Lookup):
     def prepare(self, request: LookupRequest) -> PreparedSubmit:
         """See ``Lookup.prepare``."""
         template, _ = self._checks.prepare(request)
+        prepared_request = PreparedRequest(request)
 
         def submit(
             keys: Sequence[KeyArray],
@@ -121,6 +125,8 @@ class RemoteLookup(Lookup):
             /,
         ) -> Future[LookupResult]:
             wide = [each if each.dtype == np.int64 else as_keys(each) for each in keys]
+            if self.sample.armed:
+                self.sample.add(prepared_request.request(wide, deadline, origin))
             return self._begin(template, template.message(wide), deadline, None, origin)
 
         return submit
@@ -131,6 +137,8 @@ class RemoteLookup(Lookup):
 
     def _submit(self, request: LookupRequest) -> Future[LookupResult]:
         template, features = self._checks.prepare(request)
+        if self.sample.armed:
+            self.sample.add(request)
         keys = [each.keys for each in features.values()]
         more = b"" if template.are_keys_all else offsets_and_weights(features)
         message = call_timed(request.origin, "encode", template.message, keys, more)
