@@ -248,15 +248,14 @@ def _count_bags(
 _BAGS = (
     "Tensor input, Tensor? offsets, Tensor? per_sample_weights, bool include_last_offset, str mode"
 )
-_pooled_lookup = torch.library.custom_op(
-    "hps::embedding_bag", _embedding_bag, mutates_args=(), schema=f"({_BAGS}, {_TABLE}) -> Tensor"
-)
-_pooled_lookup.register_fake(_fake_embedding_bag)
-_pooled_lookup.register_autograd(_refuse_backward)
-_lookup = torch.library.custom_op(
-    "hps::embedding", _embedding, mutates_args=(), schema=f"(Tensor input, {_TABLE}) -> Tensor"
-)
-_lookup.register_fake(_fake_embedding)
+# Not by custom_op: its first call imports the compiler, which takes seconds, and each call takes 9 us more.
+torch.library.define("hps::embedding", f"(Tensor input, {_TABLE}) -> Tensor")
+torch.library.impl("hps::embedding", "default", _embedding)
+torch.library.register_fake("hps::embedding", _fake_embedding)
+torch.library.define("hps::embedding_bag", f"({_BAGS}, {_TABLE}) -> Tensor")
+torch.library.impl("hps::embedding_bag", "default", _embedding_bag)
+torch.library.register_fake("hps::embedding_bag", _fake_embedding_bag)
+torch.library.register_autograd("hps::embedding_bag", _refuse_backward)
 
 embedding = torch.ops.hps.embedding.default
 embedding_bag = torch.ops.hps.embedding_bag.default

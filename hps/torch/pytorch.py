@@ -12,7 +12,7 @@ try:
     import torch
 except ImportError as error:
     raise PackageMissing(f"hps.torch needs PyTorch ({error}); {_REMEDY}") from error
-if not hasattr(torch.library, "custom_op"):
+if not hasattr(torch.library, "register_autograd"):
     raise PackageMissing(f"hps.torch does not work with PyTorch {torch.__version__}; {_REMEDY}")
 
 __all__ = ["torch"]

@@ -86,6 +86,14 @@ def test_batches_above_the_models_limit_are_pooled_from_rows(node, rows):
     assert_equal(bag(keys), expected(keys))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_caches_and_rows_are_pooled_to_the_same_bits(node, mode, monkeypatch):
+    bag, keys = hps_torch.EmbeddingBag(node, "m", "pooled", mode), torch.randint(0, 110, (40, 30))
+    by_feature = bag(keys)
+    monkeypatch.setattr(hps_torch.operators, "_pooling_feature", lambda *_: None)
+    assert torch.equal(bag(keys), by_feature)
+
+
 def test_default_mode_is_that_of_torch(node):
     assert hps_torch.EmbeddingBag(node, "m", "plain").mode == torch.nn.EmbeddingBag(1, 1).mode
 
@@ -130,5 +138,6 @@ def test_backward_through_weights_raises_an_error_with_the_remedy(node):
     found = bag(FLAT.reshape(2, 3), None, weights)
     with pytest.raises(Unsupported, match=r"for inference: .*no gradient.*torch\.no_grad\(\)"):
         found.sum().backward()
-    with torch.no_grad():
-        assert not bag(FLAT.reshape(2, 3), None, weights).requires_grad
+    for inference in (torch.no_grad, torch.inference_mode):
+        with inference():
+            assert not bag(FLAT.reshape(2, 3), None, weights).requires_grad

@@ -31,9 +31,8 @@ def ranker(node):
 
 @pytest.fixture(autouse=True)
 def _compiler(monkeypatch, tmp_path):
-    """No code of one test in another, and no pool of processes that compile."""
+    """No compiled code of one test in another."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

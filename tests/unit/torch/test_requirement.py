@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -43,3 +44,13 @@ def test_hps_alone_imports_no_torch():
     code = "import sys, hps; hps.open; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_pytorch_is_there_in_continuous_integration():
+    """The other tests of this folder are skipped without it."""
+    try:
+        import tests.support.pytorch  # noqa: F401
+    except pytest.skip.Exception as missing:
+        if os.environ.get("CI"):
+            pytest.fail(str(missing))
+        raise
