@@ -63,7 +63,7 @@ def node_name(node: OpenModels | str) -> str:
 
 
 def _require_node(node: object) -> None:
-    if not all(hasattr(node, method) for method in ("lookup", "table", "model")):
+    if not all(hasattr(node, name) for name in ("lookup", "table", "model", "models")):
         raise BadRequest(
             f"{type(node).__name__} is not a node; pass the result of hps.open, hps.attach or "
             "hps.connect, or the name of a registered node"

@@ -195,7 +195,7 @@ def _jagged_keys(
 ) -> JaggedKeys:
     """Convert the operator's arguments on the host; offsets get their last one."""
     flat = keys.reshape(-1).numpy()
-    factors = None if weights is None else weights.reshape(-1).numpy()
+    factors = None if weights is None else weights.detach().float().reshape(-1).numpy()
     if offsets is None:
         return JaggedKeys(flat, len(keys), None, factors)
     bounds = offsets.numpy()

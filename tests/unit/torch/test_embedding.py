@@ -56,7 +56,7 @@ class RecordingNode:
     """A node that keeps the arrays of its last lookup, and may hand out read-only ones."""
 
     def __init__(self, node, writeable=True):
-        self.table, self.model = node.table, node.model
+        self.table, self.model, self.models = node.table, node.model, node.models
         self._node, self._writeable = node, writeable
 
     def lookup(self, model, features, **options):

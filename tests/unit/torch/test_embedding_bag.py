@@ -53,10 +53,11 @@ def test_last_offset_may_be_included(node, rows, table, mode):
 
 
 @pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_weights(node, rows, table, dtype):
     bag, expected = both(node, rows, table, "sum")
-    keys, weights = torch.randint(0, 100, (6, 3)), torch.rand(6, 3)
+    keys = torch.randint(0, 100, (6, 3))
+    weights = torch.rand(6, 3).to(dtype).float()
     assert_equal(bag(keys, None, weights.to(dtype)), expected(keys, None, weights))
     flat, offsets = keys.reshape(-1), torch.tensor([0, 5, 5])
     found = bag(flat, offsets, per_sample_weights=weights.reshape(-1).to(dtype))
