@@ -3,7 +3,9 @@
 HpsError
 ├── ConfigError, ModelError
 │   └── GpuUnavailable (a ConfigError)
-├── NotFound, BadRequest, DeadlineExceeded, Unsupported
+├── NotFound, BadRequest, DeadlineExceeded
+├── Unsupported
+│   └── PackageMissing (an ImportError)
 ├── Unavailable
 ├── Unauthenticated, Forbidden
 ├── TierError
@@ -50,6 +52,10 @@ class DeadlineExceeded(HpsError):
 
 class Unsupported(HpsError):
     """Operation of the protocol that this server does not implement."""
+
+
+class PackageMissing(Unsupported, ImportError):
+    """An optional package is not installed, or its version is too old; also an ``ImportError``."""
 
 
 class Unauthenticated(HpsError):

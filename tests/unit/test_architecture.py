@@ -29,6 +29,7 @@ DOORS = {
     "opentelemetry": ["hps/observability/otel.py", "hps/client/trace.py"],
     "rich": ["hps/cli/", "hps/tools/"],
     "typer": ["hps/cli/"],
+    "torch": ["hps/torch/pytorch.py"],
     "matplotlib": ["hps/tools/plan/chart.py"],
 }
 
