@@ -173,13 +173,14 @@ def _import(
     plan: ImportPlan, options: ImportOptions, formats: Mapping[str, str], repository: Location
 ) -> _ImportedVersion:
     """Write one version; ``repository``: its destination. Raises ConfigError, ModelError."""
-    from hps.cli.model_options import base_version, check_wiring, pairs
+    from hps.cli.model_options import base_version, pairs
     from hps.cli.progress import ConsoleProgress
     from hps.models.importers import ImportSettings, import_model
+    from hps.node.dense_version import check_network_file
 
     model = _name(plan, options)
     spec = _with_rows(_spec(plan, model, options), formats, options, repository)
-    check_wiring(spec, options.dense)
+    check_network_file(spec, options.dense)
     folder = import_model(
         options.folder,
         model,
