@@ -17,6 +17,7 @@ from hps.row_format import ROW_FORMAT_NAMES
 from hps.suggestions import hint_for
 
 FEATURE_FORM = "NAME=TABLE[,TABLE...][+OFFSET][:OPTION...]"
+WATERMARK_FORM = "TOPIC/PARTITION=OFFSET, both numbers from 0"
 FEATURE_OPTIONS = "sum, mean, none, context, hotness=N or max_hotness=N"
 
 
@@ -161,6 +162,24 @@ def base_version(text: str) -> Base:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--base {text}: expected a version number, latest or none")
     return int(text)
+
+
+def watermark(values: Sequence[str] | None) -> dict[str, dict[str, int]]:
+    """Parse --watermark: ``["t/0=5"]`` -> ``{"t": {"0": 5}}``. Raises ConfigError."""
+    found: dict[str, dict[str, int]] = {}
+    for stream, offset in pairs("--watermark", values, WATERMARK_FORM).items():
+        topic, slash, partition = stream.rpartition("/")
+        if not (slash and topic and _is_number(partition) and _is_number(offset)):
+            raise ConfigError(f"--watermark {stream}={offset}: expected {WATERMARK_FORM}")
+        partitions = found.setdefault(topic, {})
+        if (number := str(int(partition))) in partitions:
+            raise ConfigError(f"--watermark names '{topic}/{number}' twice")
+        partitions[number] = int(offset)
+    return found
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
 
 
 def rename_spec(spec: ModelSpec, name: str) -> ModelSpec:

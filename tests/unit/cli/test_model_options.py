@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hps.cli.model_options import features
+from hps.cli.model_options import features, watermark
 from hps.errors import ConfigError
 
 
@@ -17,3 +17,20 @@ def test_feature_option_takes_several_tables():
 def test_feature_option_rejects_unusable_table_lists(value):
     with pytest.raises(ConfigError, match="--feature ad"):
         features([value])
+
+
+def test_watermark_options_are_offsets_by_topic_and_partition():
+    assert watermark(None) == {}
+    found = watermark(["rows/0=5", "rows/12=90000000000", "team/ads/1=0"])
+    assert found == {"rows": {"0": 5, "12": 90000000000}, "team/ads": {"1": 0}}
+
+
+@pytest.mark.parametrize("value", ["rows=5", "rows/0", "/0=5", "rows/0=-1", "rows/a=5", "rows/0=x"])
+def test_unusable_watermark_options_are_errors(value):
+    with pytest.raises(ConfigError, match=rf"--watermark {value}: expected TOPIC/PARTITION=OFFSET"):
+        watermark([value])
+
+
+def test_watermark_option_names_a_partition_once():
+    with pytest.raises(ConfigError, match="--watermark names 'rows/0' twice"):
+        watermark(["rows/0=5", "rows/00=6"])
