@@ -6,7 +6,8 @@ and 20 % of the rows, lru and lfu. Latency: a cache for a hit rate of 60 % is pl
 printed configuration answers the second half in rounds, with a calibration before each; the median of the
 rounds' ratios. The same over a Redis on this machine, if it is installed. Beside them: samples of 8,192 keys
 instead of all, and the estimate that needs no trace, the share of the rows that is cached, as if all rows
-were equally hot.
+were equally hot. Also the GPU memory that the plan says for caches of the same rows, against the buffers of
+FBGEMM's (`fbgemm_bytes`); nothing is allocated, and no bar holds.
 
 Bars: 2 points of hit rate at each capacity, 25 % of the median latency.
 """
@@ -35,6 +36,7 @@ from hps.models.version_writer import write_version
 from hps.tiers.cpu.cache import Eviction
 from hps.tools.plan.calibration import calibrate, calibrate_redis
 from hps.tools.plan.curves import TableCurve, simulate
+from hps.tools.plan.gpu import gpu_bytes
 from hps.tools.plan.inputs import demands_of, loads_of
 from hps.tools.plan.model import PlannedModel, model_of_repository, with_redis
 from hps.tools.plan.node_latency import redis_share_of
@@ -75,6 +77,7 @@ def run(options: Options) -> Report:
         write_version(Path(folder) / "models", SPEC, 1, {TABLE: (rows, vectors)}, mapped=False)
         model = model_of_repository(Repository(Path(folder) / "models"), None)
         hit_rates(report, model, keys, half)
+        gpu_memory(report, model, keys[:half])
         rounds = 2 if options.quick else 7
         latency(report, model, keys, half, folder, rounds)
         if reason := missing_requirement():
@@ -119,6 +122,38 @@ def hit_rates(report: Report, model: PlannedModel, keys: KeyArray, half: int) ->
             name = f"hit_rate_{share:g}"
             report.values[name] = max(off, report.values.get(name, 0.0))
     report.tables["hit rate of the second half, predicted from the first"] = table
+
+
+def gpu_memory(report: Report, model: PlannedModel, keys: KeyArray) -> None:
+    """Compare the bytes of GPU caches, as planned, with those of FBGEMM for the same rows."""
+    demands, total = (
+        demands_of(model, trace_of(model, keys), {TABLE: "lru"}),
+        model.tables[TABLE].rows,
+    )
+    table = []
+    for share in (*SHARES, 1.0):
+        planned = gpu_bytes(demands, {TABLE: int(share * total)})
+        fbgemm = fbgemm_bytes(total, DIM, share)
+        table.append(
+            {
+                "rows": f"{100 * share:g} %",
+                "planned bytes": planned,
+                "FBGEMM bytes": fbgemm,
+                "planned / FBGEMM": planned / fbgemm,
+            }
+        )
+    report.tables[f"GPU memory of {total:,} rows of dim {DIM}, by formula"] = table
+
+
+def fbgemm_bytes(rows: int, dim: int, load_factor: float, element_bytes: int = 4) -> int:
+    """Device bytes of FBGEMM's cache of a table in managed memory (``MANAGED_CACHING``, LRU).
+
+    As `SplitTableBatchedEmbeddingBagsCodegen._apply_cache_state` allocates them (fbgemm_gpu): sets of 32
+    slots for a share ``load_factor`` of the rows (``cache_sets``), each slot with its row
+    (``lxu_cache_weights``), key (``lxu_cache_state``) and time (``lxu_state``), both int64; and an int32
+    for each row of the whole table (``cache_index_table_map``)."""
+    slots = -(-int(rows * load_factor) // 32) * 32
+    return slots * (dim * element_bytes + 8 + 8) + rows * 4
 
 
 def latency(
@@ -194,6 +229,7 @@ BENCHMARK = Benchmark(
     measured=(
         *("hps/tools/plan", "hps/lookup/key_sampling.py", "hps/tiers/cpu", "hps/tiers/capacity.py"),
         *("hps/native/src/cache_table.cpp", "hps/native/src/cache_scores.cpp"),
+        *("hps/tiers/gpu/plan.py", "hps/cuda/layout.py"),
     ),
 )
 

@@ -86,6 +86,9 @@ class ImportOptions(ReportOptions):
     """The network: an .onnx file."""
     metadata: list[str] | None = option(None, metavar="KEY=VALUE")
     """An entry to store in the version's manifest. Repeatable."""
+    watermark: list[str] | None = option(None, metavar="TOPIC/PARTITION=OFFSET")
+    """Offset of the first message of an update stream that the tables do not contain: nodes read the
+    partition from there. Repeatable."""
     base: str = option("latest", metavar="VERSION")
     """Version whose unchanged tables the new one shares: a number, latest or none."""
     allow_nan: bool = option(False)
@@ -173,13 +176,14 @@ def _import(
     plan: ImportPlan, options: ImportOptions, formats: Mapping[str, str], repository: Location
 ) -> _ImportedVersion:
     """Write one version; ``repository``: its destination. Raises ConfigError, ModelError."""
-    from hps.cli.model_options import base_version, check_wiring, pairs
+    from hps.cli.model_options import base_version, pairs, watermark
     from hps.cli.progress import ConsoleProgress
     from hps.models.importers import ImportSettings, import_model
+    from hps.node.dense_version import check_network_file
 
     model = _name(plan, options)
     spec = _with_rows(_spec(plan, model, options), formats, options, repository)
-    check_wiring(spec, options.dense)
+    check_network_file(spec, options.dense)
     folder = import_model(
         options.folder,
         model,
@@ -192,6 +196,7 @@ def _import(
             replace=options.replace,
             replace_spec=options.replace_spec,
             base=base_version(options.base),
+            watermark=watermark(options.watermark),
         ),
         spec=spec,
         progress=ConsoleProgress(),
@@ -235,9 +240,10 @@ def _with_rows(
 
 def _check_options(options: ImportOptions) -> None:
     """Check, before anything is read, that the options parse and are consistent."""
-    from hps.cli.model_options import base_version, defaults, features, pairs
+    from hps.cli.model_options import base_version, defaults, features, pairs, watermark
 
     base_version(options.base)
+    watermark(options.watermark)
     is_described = bool(features(options.feature) or defaults(options.default))
     pairs("--metadata", options.metadata, "KEY=VALUE")
     if options.spec is not None and is_described:

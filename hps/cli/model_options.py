@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
-from hps.config import ModelSpec, Settings
+from hps.config import ModelSpec
 from hps.config.config_errors import validate
 from hps.config.model_schema import Datatype, DenseSpec, FeatureSpec, TensorSpec
 from hps.errors import ConfigError, ModelError
@@ -21,6 +18,7 @@ from hps.suggestions import hint_for
 from hps.types import Pooling
 
 FEATURE_FORM = "NAME=TABLE[,TABLE...][+OFFSET][:OPTION...]"
+WATERMARK_FORM = "TOPIC/PARTITION=OFFSET, both numbers from 0"
 FEATURE_OPTIONS = "sum, mean, sqrtn, none, context, hotness=N or max_hotness=N"
 
 
@@ -167,43 +165,22 @@ def base_version(text: str) -> Base:
     return int(text)
 
 
-def check_wiring(spec: ModelSpec, dense: Path | None) -> None:
-    """Check that the network fits the description, before anything is written. Raises ModelError."""
-    from hps.models.repository import ModelVersion
-    from hps.node.model_opening import open_model
-
-    if spec.dense is not None and dense is None:
-        raise ModelError(
-            f"model '{spec.name}' has a dense part; give its network with --dense FILE.onnx"
-        )
-    if dense is not None:
-        _check_alone(dense)
-    version = ModelVersion(spec.name, 1, spec, Path(), {}, dense, None, "")
-    with ExitStack() as resources:
-        open_model(version, Settings(), resources)
+def watermark(values: Sequence[str] | None) -> dict[str, dict[str, int]]:
+    """Parse --watermark: ``["t/0=5"]`` -> ``{"t": {"0": 5}}``. Raises ConfigError."""
+    found: dict[str, dict[str, int]] = {}
+    for stream, offset in pairs("--watermark", values, WATERMARK_FORM).items():
+        topic, slash, partition = stream.rpartition("/")
+        if not (slash and topic and _is_number(partition) and _is_number(offset)):
+            raise ConfigError(f"--watermark {stream}={offset}: expected {WATERMARK_FORM}")
+        partitions = found.setdefault(topic, {})
+        if (number := str(int(partition))) in partitions:
+            raise ConfigError(f"--watermark names '{topic}/{number}' twice")
+        partitions[number] = int(offset)
+    return found
 
 
-def _check_alone(dense: Path) -> None:
-    """Check that the network is a single file: exporters may put the weights into another one.
-
-    A version holds one file. Raises ModelError."""
-    from hps.dense.onnx import OnnxModel
-
-    with TemporaryDirectory() as folder:
-        try:
-            copy = Path(shutil.copy(dense, folder))
-        except OSError as error:
-            raise ModelError(f"dense part {dense}: {error.strerror}") from None
-        try:
-            OnnxModel(copy, "cpu").close()
-        except ModelError as error:
-            if "external data" not in str(error).lower():
-                raise ModelError(str(error).replace(str(copy), str(dense))) from None
-            raise ModelError(
-                f"{dense} keeps its weights in another file, but a version holds one: export with "
-                "torch.onnx.export(..., external_data=False), or rewrite it with "
-                "onnx.save_model(onnx.load(path), path)"
-            ) from None
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
 
 
 def rename_spec(spec: ModelSpec, name: str) -> ModelSpec:

@@ -105,12 +105,11 @@ def _opened(options: PublishModelOptions) -> ModelVersion:
 
 def _write_dense(options: PublishModelOptions, dense: Path) -> int:
     """Write a version with another network; returns its number. Raises ModelError, ConfigError."""
-    from hps.cli.model_options import base_version, check_wiring, pairs
-    from hps.models.derived_version import write_dense_version
+    from hps.cli.model_options import base_version, pairs
     from hps.models.repository import Repository
+    from hps.node.dense_version import write_dense_version
 
-    spec = Repository(options.repository).spec(options.name)
-    check_wiring(spec, dense)
+    Repository(options.repository).spec(options.name)  # raises NotFound with the models' names
     folder = write_dense_version(
         options.repository,
         options.name,

@@ -36,9 +36,13 @@ class MappedSettings(StrictModel):
     memory_bytes: int | None = Field(None, ge=0)
     """Bytes of files that lookups read directly, instead of the CPU cache, once these are in memory; null:
     half of the memory limit."""
+    verify: Literal["later", "before_switch"] = "later"
+    """When the files of a version that is loaded are verified: `later`, in the background, unless the load
+    reads them into memory; `before_switch`: all of them in the load, which fails if one is damaged."""
     verify_bytes_per_s: int = Field(256 << 20, ge=0)
     """Highest rate at which the files are verified after the start, in the background, in a fiftieth of a
-    processor's time; 0: only those that a later load reads into memory."""
+    processor's time, and in a load with `before_switch`; 0: not in the background, and in a load without
+    a limit."""
 
 
 class RocksDbSettings(StrictModel):

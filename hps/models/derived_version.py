@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hps.config.model_file import load_model_spec
+from hps.config.model_schema import ModelSpec
 from hps.errors import ModelError
 from hps.models.manifest import DENSE_FILE, TABLES_FOLDER, Manifest, manifest_time
 from hps.models.repository import SPEC_FILE, check_version_number, open_version
@@ -19,7 +20,7 @@ _NEWEST = 10**18
 _ATTEMPTS = 20
 
 
-def write_dense_version(
+def derive_dense_version(
     root: Path | str,
     name: str,
     dense: Path | bytes,
@@ -27,11 +28,13 @@ def write_dense_version(
     base: Base = "latest",
     version: int | None = None,
     metadata: Mapping[str, Any] | None = None,
+    check: Callable[[ModelSpec], None] = lambda _spec: None,
 ) -> Path:
     """Write a version that has the network ``dense`` and shares all tables with ``base``; returns its folder.
 
     Takes no time that depends on the tables' sizes: their files are linked and not read. ``version``: by
-    default the next one, also if another process publishes one meanwhile. Raises ModelError."""
+    default the next one, also if another process publishes one meanwhile. ``check`` raises if the network
+    does not fit the description; `hps.node.dense_version` has one. Raises ModelError."""
     model = Path(root) / name
     if not (model / SPEC_FILE).is_file():
         raise ModelError(f"{root} has no model '{name}'; make one with `hps model import`")
@@ -40,6 +43,7 @@ def write_dense_version(
         raise ModelError(
             f"model '{name}' has no `dense:` section in {SPEC_FILE}, so it has no network"
         )
+    check(spec)
     shared = find_base(model, _NEWEST, base)
     if shared is None:
         raise ModelError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +158,22 @@ class RepositoryWithPsJson(Repository):
                 f"{', '.join(map(str, self._published_beside(name))) or 'none'}"
             )
         return version
+
+    def require_complete(
+        self,
+        name: str,
+        version: int | None = None,
+        override: ModelOverride | None = None,
+        *,
+        exempt: Collection[int] = (),
+    ) -> None:
+        """See `Repository.require_complete`; versions of the `ps.json` are complete."""
+        self._models.refresh()
+        if self._models.versions(name):
+            version = self.choose(name, version, override)
+            exempt = {*exempt, *self._models.versions(name)}
+        if version not in exempt:
+            self._inner.require_complete(name, version, override, exempt=exempt)
 
     def without_rows(
         self, name: str, version: int, override: ModelOverride | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -212,6 +212,26 @@ class Repository:
                 f"there is {', '.join(map(str, versions)) or 'none'}"
             )
         return version
+
+    def require_complete(
+        self,
+        name: str,
+        version: int | None = None,
+        override: ModelOverride | None = None,
+        *,
+        exempt: Collection[int] = (),
+    ) -> None:
+        """Raise ModelError if the version that `open` opens has no manifest, but another one has.
+
+        ``exempt``: versions that need none. Raises NotFound as `choose`."""
+        version = self.choose(name, version, override)
+        if version in exempt or version in self.complete(name):
+            return
+        raise ModelError(
+            f"version {version} of model '{name}' has no {FILE_NAME}, which is written last, but other "
+            "versions have one: it is being written, or its copy was cut short; finish it and load it "
+            "again, or publish it as a new version (`hps model import`)"
+        )
 
     def without_rows(
         self, name: str, version: int, override: ModelOverride | None = None

@@ -11,6 +11,7 @@ from hps.cgroups import memory_limit
 from hps.config import Settings
 from hps.errors import HpsError, ModelError
 from hps.native.mapped_format import HEADER_BYTES
+from hps.node.mapped_files import damaged_mapped_file
 from hps.threads import rest
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.mapped.overlaid_table import OverlaidTable
@@ -118,10 +119,7 @@ class MappedMemory:
                     return
                 rest(without_lock=True)
         except ModelError as error:
-            raise ModelError(
-                f"table {table.id} has a damaged mapped file: {error}. Restore the file, or publish the rows "
-                "as a new version"
-            ) from error
+            raise damaged_mapped_file(table, error) from error
         self.map(table)
 
     def load_later(self, pending: Sequence[Pending]) -> None:

@@ -129,13 +129,12 @@ class ModelControl:
 
         ``switch``: in place of the current version; else beside it, by its number and ``labels``. Does
         nothing if that version is served already, from the same files. Raises ``NotFound``,
-        ``ModelError`` for files that are damaged or were changed after they were loaded,
-        ``ConfigError``, ``TierError``, or ``Unavailable``
-        when the update streams do not catch up, here or in a Redis that other processes feed; nothing
-        has changed then."""
+        ``ModelError`` for files that are damaged, not complete or were changed after they were loaded,
+        ``ConfigError``, ``TierError``, or ``Unavailable`` when the update streams do not catch up, here or
+        in a Redis that other processes feed; nothing has changed then."""
         labelled = [check_label(each) for each in labels]
         with self._loading(), self._count_failures(name):
-            found = self._open_version(name, version)
+            found = self._open_version(name, version, is_complete=True)
             rest()
             for each in self._switcher.opened():
                 if (each.version.name, each.version.version) == (name, found.version):
@@ -346,10 +345,17 @@ class ModelControl:
 
     # -- checks ----------------------------------------------------------------------------------
 
-    def _open_version(self, name: str, version: int | None) -> ModelVersion:
-        """The version in the repository; errors do not contain its folder."""
+    def _open_version(
+        self, name: str, version: int | None, *, is_complete: bool = False
+    ) -> ModelVersion:
+        """The version in the repository; errors do not contain its folder.
+
+        ``is_complete``: see `Repository.require_complete`; a served version is exempt."""
         override = (self._settings.models.serve or {}).get(name)
         try:
+            if is_complete:
+                served = {each.version for each in self._node.models.of(name)}
+                self.repository.require_complete(name, version, override, exempt=served)
             return self.repository.open(name, version, override)
         except NotFound as error:
             root = str(self.repository.location)

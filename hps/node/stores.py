@@ -248,20 +248,21 @@ class NodeStores:
         alone = self._mapped is not None
         return alone if self._rocksdb is None else self._rocksdb.is_mapped(table)
 
+    def mapped_file(self, table: EmbeddingTable) -> OverlaidTable | None:
+        """The mapped file of a table, with its delta; None for a table that is served from no file."""
+        store = self._rocksdb or self._mapped
+        return None if store is None else store.mapped(table)
+
     def direct_file(self, table: EmbeddingTable) -> OverlaidTable | None:
         """The mapped file of a table whose bits say which rows are the newest ones.
 
         None for other tables, and if other processes may write a store: the bits do not show that."""
-        store = self._rocksdb or self._mapped
-        if store is None or self._redis is not None:
-            return None
-        mapped = store.mapped(table)
+        mapped = None if self._redis is not None else self.mapped_file(table)
         return mapped if mapped is not None and not mapped.asks_first else None
 
     def populate(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Read a mapped table's rows of ``keys (n,)`` into memory, unless the table was removed."""
-        store = (self._rocksdb or self._mapped) if table in self._files else None
-        if store is not None and (mapped := store.mapped(table)) is not None:
+        if table in self._files and (mapped := self.mapped_file(table)) is not None:
             mapped.populate(table.narrow(keys))
 
     @property

@@ -2,7 +2,8 @@
 
 1. Check its files and open its network.
 2. Load its rows into the stores.
-3. Add its tables to the CPU cache, filled with the keys that are hot in the current version.
+3. Add its tables to the CPU cache, filled with the keys that are hot in the current version; verify its
+   mapped files that were not read into memory, with `tiers.mapped.verify`.
 4. Let the update streams feed its tables beside the others', from where its files end, until they have
    caught up.
 
@@ -23,6 +24,7 @@ from hps.models.loader import row_version
 from hps.models.repository import ModelVersion
 from hps.node.caches import NodeCaches
 from hps.node.gpu_caches import NodeGpus
+from hps.node.mapped_files import VerificationPace, verify_before_switch
 from hps.node.model_opening import OpenedModel, open_model, tables_of, watermarks_of
 from hps.node.node import Node
 from hps.node.phase_times import PhaseTimes
@@ -105,12 +107,21 @@ class VersionLoader:
         warning = parts.caches.add(model, current, kept, progress)
         times.end("caches")
         rest()
+        self._verify(model, progress)
+        times.end("checksums")
         freshness = freshness_of(self._settings, found.name, node.metrics)
         served = parts.serving.serve(model, node.metrics, parts.devices.models, freshness)
         undo.callback(self._release_metrics, model)
         times.end("request paths")
         rest()
         return LoadedModel(model, served, own, "; ".join(filter(None, (*found.warnings, warning))))
+
+    def _verify(self, model: OpenedModel, progress: Progress) -> None:
+        """Verify the version's mapped files, if `tiers.mapped.verify` says so. Raises ModelError."""
+        mapped, stores = self._settings.tiers.mapped, self._parts.stores
+        if mapped.verify == "before_switch":
+            pace = VerificationPace(mapped.verify_bytes_per_s, self.require_open)
+            verify_before_switch(model, stores.mapped_file, stores.verified_files, pace, progress)
 
     def free(self, model: OpenedModel) -> None:
         """Free a version's part of the caches, and its metrics."""

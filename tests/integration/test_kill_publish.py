@@ -9,7 +9,7 @@ import numpy as np
 
 from hps.config.model_schema import ModelSpec
 from hps.models.check import check_version
-from hps.models.derived_version import write_dense_version
+from hps.models.derived_version import derive_dense_version
 from hps.models.loader import load_tables
 from hps.models.repository import Repository
 from hps.models.version_writer import write_version
@@ -27,7 +27,7 @@ import sys
 import numpy as np
 from hps.config.model_schema import ModelSpec
 from hps.models.compaction import compact_version
-from hps.models.derived_version import write_dense_version
+from hps.models.derived_version import derive_dense_version
 from hps.models.repository import Repository
 from hps.models.version_writer import write_version
 from hps.tiers.mapped import MappedTier
@@ -37,7 +37,7 @@ root, database, spec = sys.argv[1], sys.argv[2], ModelSpec.model_validate(eval(s
 store = MappedTier(database, access="read_only")
 print("ready", flush=True)
 while True:
-    write_dense_version(root, "m", b"net")
+    derive_dense_version(root, "m", b"net")
     compact_version(Repository(root).open("m", 1), store, NoProgress())
     files = Repository(root).open("m", 1).tables
     tables = {name: (each.keys(), each.vectors()) for name, each in files.items()}
@@ -70,5 +70,5 @@ def test_every_version_is_whole(tmp_path):
             assert {each.level for each in findings} == {"OK"}, findings
             checked.add(version)
     assert len(checked) > KILLS
-    write_dense_version(root, "m", b"last")
+    derive_dense_version(root, "m", b"last")
     assert not list((root / "m").glob(".import-*"))

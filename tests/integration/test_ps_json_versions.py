@@ -149,6 +149,10 @@ def test_half_copied_version_beside_the_file_is_left_out_at_a_start(
     with hps.open(ps.configuration("models.versions.all=true")) as node:
         assert sorted(each.version for each in node.models.of("wdl")) == [1, 5]
         assert version_in(node) == 1
+        with pytest.raises(ModelError, match=r"version 6 of model 'wdl' has no manifest\.json"):
+            node.load("wdl", 6)
+        assert (node.load("wdl", 5), version_in(node)) == (5, 5)
+        assert (node.load("wdl", 1), version_in(node)) == (1, 1)  # the ps.json's have none
     assert "model wdl: version 6 is not served" in caplog.text
 
 

@@ -15,6 +15,7 @@ from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec
 from hps.errors import ModelError
 from hps.models.importers.arrays import import_errors
 from hps.models.importers.plan import Chunk, ImportPlan, ImportTable, table_name
+from hps.models.manifest import Offsets
 from hps.models.repository import SPEC_FILE, Repository
 from hps.models.table_sharing import Base
 from hps.models.version_writer import write_version
@@ -26,7 +27,7 @@ class ImportSettings:
     """Settings of an import, besides its tables.
 
     ``version``: by default the next one. ``dense``: the network's file. ``allow_nan``: NaN and infinite
-    values are accepted. ``replace``, ``replace_spec``, ``base``: see `write_version`."""
+    values are accepted. ``replace``, ``replace_spec``, ``base``, ``watermark``: see `write_version`."""
 
     version: int | None = None
     dense: Path | None = None
@@ -35,6 +36,7 @@ class ImportSettings:
     replace: bool = False
     replace_spec: bool = False
     base: Base = "latest"
+    watermark: Offsets = field(default_factory=dict)
 
 
 def import_model(
@@ -63,6 +65,7 @@ def import_model(
         },
         dense=settings.dense,
         metadata={"source": plan.source.name, "format": plan.format, **settings.metadata},
+        watermark=settings.watermark,
         replace=settings.replace,
         replace_spec=settings.replace_spec,
         base=settings.base,

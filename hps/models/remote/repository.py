@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +125,16 @@ class RemoteRepository(Repository):
         if version is None and override is not None:
             version = override.version
         return super().choose(name) if version is None else version
+
+    def require_complete(
+        self,
+        name: str,
+        version: int | None = None,
+        override: ModelOverride | None = None,
+        *,
+        exempt: Collection[int] = (),
+    ) -> None:
+        """See `Repository.require_complete`; `open` finds no version without a manifest."""
 
     def open(
         self, name: str, version: int | None = None, override: ModelOverride | None = None

@@ -1,8 +1,11 @@
-"""Mapped files whose block checksums were verified by this process: each is verified once."""
+"""Mapped files whose block checksums were verified by this process: each is verified once.
+
+Also the checksums of the files that they were made from, which are computed once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from hps.errors import ModelError
@@ -23,7 +26,12 @@ class FileStamp(NamedTuple):
     @classmethod
     def of(cls, file: MappedFile) -> FileStamp:
         """The stamp of the file that is now under the path of ``file``. Raises OSError."""
-        status = file.header.path.stat()
+        return cls.of_path(file.header.path)
+
+    @classmethod
+    def of_path(cls, path: Path) -> FileStamp:
+        """The stamp of the file under ``path``. Raises OSError."""
+        status = path.stat()
         return cls(status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
@@ -34,6 +42,7 @@ class VerifiedFiles:
 
     def __init__(self) -> None:
         self._stamps: dict[tuple[int, int], FileStamp] = {}
+        self._checksums: dict[tuple[int, int], tuple[FileStamp, str]] = {}
 
     def __contains__(self, stamp: FileStamp) -> bool:
         return self._stamps.get(stamp[:2]) == stamp
@@ -58,3 +67,13 @@ class VerifiedFiles:
                 raise ModelError(f"{header.path}: wrong checksum in block {damaged[0]}")
             yield HEADER_BYTES + (first + _BLOCKS) * BLOCK_BYTES
         self.add(stamp)
+
+    def checksum(self, path: Path, compute: Callable[[], str]) -> str:
+        """Return a file's checksum; ``compute`` is called again once the file was replaced or written.
+
+        Raises OSError."""
+        stamp = FileStamp.of_path(path)
+        known = self._checksums.get(stamp[:2])
+        if known is None or known[0] != stamp:
+            known = self._checksums[stamp[:2]] = stamp, compute()
+        return known[1]

@@ -1,47 +1,9 @@
 from __future__ import annotations
 
-import numpy as np
-import onnx
 import pytest
-from onnx import helper, numpy_helper
 
-from hps.cli.model_options import check_wiring, features
-from hps.config import ModelSpec
-from hps.errors import ConfigError, ModelError
-from tests.support.onnx_networks import network
-
-SPEC = ModelSpec.model_validate(
-    {
-        "name": "m",
-        "tables": [{"name": "t", "dim": 300}],
-        "dense": {"outputs": [{"name": "score", "shape": [-1, 1]}]},
-    }
-)
-
-
-def matmul() -> onnx.ModelProto:
-    weights = numpy_helper.from_array(np.ones((300, 1), np.float32), "weights")
-    node = helper.make_node("MatMul", ["t", "weights"], ["score"])
-    return onnx.load_from_string(network([node], {"t": 300}, {"score": 1}, [weights]))
-
-
-def test_network_with_external_weights_is_rejected(tmp_path):
-    """torch.onnx.export writes external data by default; the version would miss its weights."""
-    path = tmp_path / "dense.onnx"
-    onnx.save_model(matmul(), path, save_as_external_data=True, location="dense.onnx.data")
-    assert (tmp_path / "dense.onnx.data").exists()
-    with pytest.raises(ModelError, match=r"dense\.onnx keeps its weights.*external_data=False"):
-        check_wiring(SPEC, path)
-    onnx.save_model(onnx.load(path), path)  # the remedy that the error names
-    check_wiring(SPEC, path)
-
-
-def test_damaged_network_is_named_by_its_path(tmp_path):
-    path = tmp_path / "dense.onnx"
-    path.write_bytes(b"no network")
-    with pytest.raises(ModelError) as error:
-        check_wiring(SPEC, path)
-    assert str(path) in str(error.value)
+from hps.cli.model_options import features, watermark
+from hps.errors import ConfigError
 
 
 def test_feature_option_takes_several_tables():
@@ -56,3 +18,20 @@ def test_feature_option_takes_several_tables():
 def test_feature_option_rejects_unusable_table_lists(value):
     with pytest.raises(ConfigError, match="--feature ad"):
         features([value])
+
+
+def test_watermark_options_are_offsets_by_topic_and_partition():
+    assert watermark(None) == {}
+    found = watermark(["rows/0=5", "rows/12=90000000000", "team/ads/1=0"])
+    assert found == {"rows": {"0": 5, "12": 90000000000}, "team/ads": {"1": 0}}
+
+
+@pytest.mark.parametrize("value", ["rows=5", "rows/0", "/0=5", "rows/0=-1", "rows/a=5", "rows/0=x"])
+def test_unusable_watermark_options_are_errors(value):
+    with pytest.raises(ConfigError, match=rf"--watermark {value}: expected TOPIC/PARTITION=OFFSET"):
+        watermark([value])
+
+
+def test_watermark_option_names_a_partition_once():
+    with pytest.raises(ConfigError, match="--watermark names 'rows/0' twice"):
+        watermark(["rows/0=5", "rows/00=6"])

@@ -33,8 +33,14 @@ def test_opens_the_highest_version_with_a_manifest_if_any_has_one(repository, ma
     (folders[2] / "manifest.json").unlink()
     assert (repository.open("ctr").version, repository.complete("ctr")) == (2, [1, 2])
     assert repository.open("ctr", 3).version == 3
+    repository.require_complete("ctr", 2)
+    repository.require_complete("ctr", 3, exempt={3})
+    for stated in ({"version": 3}, {"override": ModelOverride(version=3)}):
+        with pytest.raises(ModelError, match=r"version 3 of model 'ctr' has no manifest\.json"):
+            repository.require_complete("ctr", **stated)
     for folder in folders[:2]:
         (folder / "manifest.json").unlink()
+    repository.require_complete("ctr", 3)
     assert (repository.open("ctr").version, repository.complete("ctr")) == (3, [1, 2, 3])
 
 

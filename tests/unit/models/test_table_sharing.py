@@ -13,7 +13,7 @@ from hps.config.model_schema import ModelSpec
 from hps.errors import ModelError
 from hps.models import table_sharing
 from hps.models.check import check_version
-from hps.models.derived_version import write_dense_version
+from hps.models.derived_version import derive_dense_version
 from hps.models.loader import row_version
 from hps.models.repository import Repository
 from hps.models.version_writer import write_version
@@ -131,7 +131,7 @@ def test_without_links_files_are_copied(tmp_path, monkeypatch):
 
     write(tmp_path, 1)
     monkeypatch.setattr(table_sharing.os, "link", fail)
-    folder = write_dense_version(tmp_path, "m", b"other")
+    folder = derive_dense_version(tmp_path, "m", b"other")
     assert not set(inodes(tmp_path / "m/1", "users")) & set(inodes(folder, "users"))
     opened = Repository(tmp_path).open("m")
     assert opened.manifest.origin("users").version == 1
@@ -141,7 +141,7 @@ def test_without_links_files_are_copied(tmp_path, monkeypatch):
 def test_network_alone_is_a_version(tmp_path):
     write(tmp_path, 1, watermark={"topic": {"0": 5}})
     first = Repository(tmp_path).open("m").manifest
-    folder = write_dense_version(tmp_path, "m", b"newer", metadata={"step": 9})
+    folder = derive_dense_version(tmp_path, "m", b"newer", metadata={"step": 9})
     assert folder == tmp_path / "m/2"
     opened = Repository(tmp_path).open("m")
     assert opened.dense.read_bytes() == b"newer"
@@ -155,21 +155,21 @@ def test_network_alone_is_a_version(tmp_path):
         inodes(tmp_path / "m/1", t) for t in opened.tables
     ]
     with pytest.raises(ModelError, match="m/2 exists"):
-        write_dense_version(tmp_path, "m", b"newer", version=2)
+        derive_dense_version(tmp_path, "m", b"newer", version=2)
     with pytest.raises(ModelError, match="version must be from 1 to 999,999,999,999,999,999"):
-        write_dense_version(tmp_path, "m", b"newer", version=10**18)
+        derive_dense_version(tmp_path, "m", b"newer", version=10**18)
     with pytest.raises(ModelError, match="has no model 'other'"):
-        write_dense_version(tmp_path, "other", b"newer")
+        derive_dense_version(tmp_path, "other", b"newer")
     (tmp_path / "m/1/tables/users/key").unlink()
     with pytest.raises(ModelError, match="tables/users/key is missing"):
-        write_dense_version(tmp_path, "m", b"newer", base=1)
+        derive_dense_version(tmp_path, "m", b"newer", base=1)
 
 
 def test_concurrent_publishers_get_numbers_of_their_own(tmp_path):
     write(tmp_path, 1)
     with ThreadPoolExecutor(8) as pool:
         networks = [f"net {i}".encode() for i in range(8)]
-        folders = list(pool.map(lambda net: write_dense_version(tmp_path, "m", net), networks))
+        folders = list(pool.map(lambda net: derive_dense_version(tmp_path, "m", net), networks))
     assert sorted(int(each.name) for each in folders) == list(range(2, 10))
     for folder, net in zip(folders, networks, strict=True):
         opened = Repository(tmp_path).open("m", int(folder.name))

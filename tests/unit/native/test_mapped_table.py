@@ -1,10 +1,12 @@
 """Mapped tables: the compiled reader and index builder against their NumPy twins and a dict."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -377,6 +379,32 @@ def test_populate_and_resident_follow_the_page_cache(folder):
     assert 0 < read <= 2 * len(keys)
     assert mapped.table.populate(keys) == 0
     assert (fetch(mapped.table, keys).out == vectors(keys, 32)).all()
+
+
+def flags_of_mappings(path):
+    """The flags of this process's mappings of a file, by the address at which each begins."""
+    found, begin = {}, None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            begin = int(line.split("-")[0], 16) if line.endswith(f" {path}") else None
+        elif line.startswith("VmFlags:") and begin is not None:
+            found[begin] = line.split()[1:]
+    return found
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no transparent huge pages"
+)
+def test_a_file_in_memory_asks_for_huge_pages(folder):
+    path = written(folder / "huge", np.arange(50_000), 32)
+    mapped = open_mapped(path, VERSION, CODE)
+    flags = flags_of_mappings(path)
+    assert flags
+    assert all("hg" not in each for each in flags.values())
+    mapped.table.load(0, path.stat().st_size)
+    flags = flags_of_mappings(path)
+    assert flags
+    assert all("hg" in each for each in flags.values())
 
 
 def test_a_fetch_reads_cold_pages_side_by_side(folder):

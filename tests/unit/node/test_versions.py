@@ -550,14 +550,66 @@ def test_removed_versions_are_unloaded_but_never_the_last_one(watching, reposito
     assert value(node) in (1, 2)
 
 
-def test_load_warns_of_a_version_without_a_manifest(node, repository, caplog):
-    (repository / "words/2/manifest.json").unlink()
+@pytest.fixture
+def without_manifests(repository):
+    """The repository, written by tools that know no manifest."""
+    for path in repository.glob("words/*/manifest.json"):
+        path.unlink()
+    return repository
+
+
+def test_load_warns_where_no_version_has_a_manifest(without_manifests, node, caplog):
     node.load("words", 2)
     warning = "words/2 has no manifest.json: contents cannot be verified"
     assert warning in caplog.text
     assert warning in str(node.status()["warnings"])
     node.load("words", 1)
     assert warning not in str(node.status()["warnings"])
+
+
+@pytest.mark.parametrize("tables", [("left",), ("left", "right")])
+def test_load_of_a_version_that_is_being_written_is_rejected(node, repository, tables):
+    half_copied(repository, 4, tables=tables)
+    with pytest.raises(
+        ModelError,
+        match=r"version 4 of model 'words' has no manifest\.json, which is written last, but other "
+        r"versions have one: it is being written, or its copy was cut short; finish it and load",
+    ):
+        node.load("words", 4)
+    assert (served(node), value(node)) == ([3], 3)
+    assert node.metrics.counter(m.MODEL_LOADS, "words", "failed").value == 1
+    shutil.rmtree(repository / "words/4")
+    write(repository, 4)
+    assert node.load("words", 4) == 4
+
+
+def test_load_without_a_version_rejects_a_stated_one_that_is_being_written(settings, repository):
+    settings["models"]["serve"] = {"words": {"version": 3}}
+    settings["models"]["rollback_s"] = 0
+    (repository / "words/3/manifest.json").unlink()
+    with hps.open(settings) as node:
+        assert node.load("words") == 3  # it is served
+        node.load("words", 2)
+        until(lambda: served(node) == [2])
+        with pytest.raises(ModelError, match=r"version 3 of model 'words' has no manifest\.json"):
+            node.load("words")
+        assert value(node) == 2
+
+
+def test_version_without_a_manifest_stays_loadable_after_a_version_with_one(
+    without_manifests, settings
+):
+    """A start and a rollback serve what was served before others had a manifest."""
+    settings["models"]["rollback_s"] = 0
+    with hps.open(settings) as node:
+        write(without_manifests, 4)
+        assert node.load("words", 3) == 3  # it is served
+        node.load("words", 4)
+        until(lambda: served(node) == [4])
+        assert node.control.rollback("words") == 3
+        assert value(node) == 3
+    with hps.open(settings) as node:
+        assert value(node) == 3
 
 
 def test_version_that_cannot_be_read_is_rejected_with_the_reason(node, monkeypatch):
