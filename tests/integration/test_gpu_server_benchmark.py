@@ -21,7 +21,7 @@ def test_quick_run_measures_the_cpu_server():
         for batch in (1, 64)
         for callers in (1, 8)
     }
-    assert all(row["requests/s"] > 0 and row["errors"] == 0 for row in cells)
+    assert not [row for row in cells if not row["requests/s"] or row["errors"]]
     for row in report.tables["lookups of 26 × 64 keys, CPU"]:
         assert row["requests/s"] > 0
         assert row["loopback /s"] > row["requests/s"] / 2

@@ -22,7 +22,7 @@ def test_quick_run_measures_both_servers_and_both_generators():
     for server in ("ours", "Triton"):
         rows = report.tables[f"predictions, {server}"]
         assert len(rows) == 8
-        assert all(row["requests/s"] > 0 and row["errors"] == 0 for row in rows)
+        assert not [row for row in rows if not row["requests/s"] or row["errors"]]
     for row in report.tables["load generators, the same server"]:
         assert row["native /s"] > 0
         assert row["perf_analyzer /s"] > 0
