@@ -58,7 +58,35 @@ class Write(IntEnum):
     ACCUMULATE = 3
 
 
-class ScoredTable:
+class DoublingTable:
+    """How far a table may grow, and growth to so many buckets."""
+
+    buckets: int
+    max_buckets: int
+    _base: int
+    _lock: Any
+
+    def set_max_buckets(self, max_buckets: int) -> None:
+        """Change how far the table may grow; at least to its present size."""
+        with self._lock:
+            if not self.buckets <= max_buckets <= MOST_BUCKETS:
+                raise ValueError("max_buckets must be at least buckets, and less than 2^32")
+            self.max_buckets = max_buckets
+
+    def reserve(self, buckets: int) -> None:
+        """Double the buckets until there are at least ``buckets``. Nothing is evicted."""
+        with self._lock:
+            while self.buckets < buckets:
+                most = self._base << MOST_DOUBLINGS
+                if 2 * self.buckets > min(self.max_buckets, most):
+                    raise ValueError("more buckets than max_buckets, or 2^24 times the first ones")
+                self._double()
+
+    def _double(self) -> None:
+        raise NotImplementedError
+
+
+class ScoredTable(DoublingTable):
     """Rows with scores by key, in ``buckets`` of 128 slots, which may double up to ``max_buckets``.
 
     ``like (0, dim)`` gives the rows' dim and dtype. A key may be in any slot of its one bucket. A new key
@@ -246,22 +274,6 @@ class ScoredTable:
         with self._lock:
             self._occupied[:] = False
             self.size = 0
-
-    def set_max_buckets(self, max_buckets: int) -> None:
-        """Change how far the table may grow; at least to its present size."""
-        with self._lock:
-            if not self.buckets <= max_buckets <= MOST_BUCKETS:
-                raise ValueError("max_buckets must be at least buckets, and less than 2^32")
-            self.max_buckets = max_buckets
-
-    def reserve(self, buckets: int) -> None:
-        """Double the buckets until there are at least ``buckets``. Nothing is evicted."""
-        with self._lock:
-            while self.buckets < buckets:
-                most = self._base << MOST_DOUBLINGS
-                if 2 * self.buckets > min(self.max_buckets, most):
-                    raise ValueError("more buckets than max_buckets, or 2^24 times the first ones")
-                self._double()
 
     def _double(self) -> None:
         half, rows = self.buckets, self._rows

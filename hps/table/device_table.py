@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from hps.cuda.launch import blocks_of, unit_of
 from hps.cuda.loader import KernelStruct, cupy, kernel
-from hps.native.twin_scored import MOST_BUCKETS, MOST_DOUBLINGS, SLOTS, ScoreRule, Write
+from hps.native.twin_cache import mixed
+from hps.native.twin_scored import MOST_BUCKETS, SLOTS, DoublingTable, ScoreRule, Write
 
 ARGS = np.dtype(
     [
@@ -31,7 +32,7 @@ _WARP = 32
 _SLOT_BYTES = 17
 
 
-class ScoredTable:
+class ScoredTable(DoublingTable):
     """`twin_scored.ScoredTable` on the device that is current when it is made; arrays are CuPy's.
 
     A call runs on the thread's current stream and has ended when it returns. Thread-safe: one call at a
@@ -193,20 +194,6 @@ class ScoredTable:
             self._cupy.cuda.get_current_stream().synchronize()
             self.size = 0
 
-    def set_max_buckets(self, max_buckets: int) -> None:
-        with self._lock:
-            if not self.buckets <= max_buckets <= MOST_BUCKETS:
-                raise ValueError("max_buckets must be at least buckets, and less than 2^32")
-            self.max_buckets = max_buckets
-
-    def reserve(self, buckets: int) -> None:
-        with self._lock:
-            while self.buckets < buckets:
-                most = self._base << MOST_DOUBLINGS
-                if 2 * self.buckets > min(self.max_buckets, most):
-                    raise ValueError("more buckets than max_buckets, or 2^24 times the first ones")
-                self._double()
-
     def _double(self) -> None:
         """Move the keys whose bucket is a new one; the others keep their slots."""
         half, slots = self.buckets, self.buckets * SLOTS
@@ -220,20 +207,9 @@ class ScoredTable:
         numbers = cp.flatnonzero(self._digests[:slots])
         self._size[0] = len(numbers)
         keys = self._keys[numbers]
-        moved = numbers[_mixed(keys) & np.uint64(2 * half // self._base - 1) >= half // self._base]
+        moved = numbers[mixed(keys) & np.uint64(2 * half // self._base - 1) >= half // self._base]
         keys, scores, rows = self._keys[moved], self._scores[moved], self._rows[moved]
         self._digests[moved] = 0
         self._size[0] -= len(moved)
         self.write(Write.INSERT, keys, rows, None, ScoreRule.GIVEN, 0, scores, False)
         self.size = int(self._size[0])
-
-
-def _mixed(keys: Any) -> Any:
-    """`twin_cache.mixed` of keys on the device."""
-    half, factor = np.uint64(32), np.uint64(0xD6E8FEB86659FD93)
-    x = keys.view(np.uint64).copy()
-    for _ in range(2):
-        x ^= x >> half
-        x *= factor
-    x ^= x >> half
-    return x
