@@ -16,7 +16,7 @@ constexpr int DECODED = 4;  // values a lane: so the lanes of a row write side b
 
 __device__ __forceinline__ u32 hidden_of(const PoolPart& p) { return p.hidden; }
 
-// The largest power of two up to `most`, of which at most `fitting`.
+// The largest power of two up to both limits.
 __device__ __forceinline__ constexpr int power_up_to(int fitting, int most) {
   int power = 1;
   while (2 * power <= fitting && 2 * power <= most) power *= 2;

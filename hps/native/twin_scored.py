@@ -7,6 +7,7 @@ another, so the result is that of one key after the other.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from enum import IntEnum
 from threading import RLock
 from typing import Any
@@ -58,8 +59,8 @@ class Write(IntEnum):
     ACCUMULATE = 3
 
 
-class DoublingTable:
-    """How far a table may grow, and growth to so many buckets."""
+class DoublingTable(ABC):
+    """A table that grows by doubling its buckets, up to ``max_buckets``."""
 
     buckets: int
     max_buckets: int
@@ -82,8 +83,9 @@ class DoublingTable:
                     raise ValueError("more buckets than max_buckets, or 2^24 times the first ones")
                 self._double()
 
+    @abstractmethod
     def _double(self) -> None:
-        raise NotImplementedError
+        """Double the buckets, under the lock."""
 
 
 class ScoredTable(DoublingTable):

@@ -13,12 +13,15 @@ from hps.cuda.loader import KernelStruct, cupy, kernel
 from hps.native.twin_cache import mixed
 from hps.native.twin_scored import MOST_BUCKETS, SLOTS, DoublingTable, ScoreRule, Write
 
+_ARRAYS = (
+    *("wanted", "batch_rows", "batch_scores", "accumulate", "order", "starts", "found", "numbers"),
+    *("evicted", "evicted_keys", "evicted_rows", "evicted_scores"),
+)
+"""Arrays of one call."""
 ARGS = np.dtype(
     [
         *((name, np.uint64) for name in ("keys", "scores", "digests", "rows", "locks", "size")),
-        *((name, np.uint64) for name in ("wanted", "batch_rows", "batch_scores", "accumulate")),
-        *((name, np.uint64) for name in ("order", "starts", "found", "numbers", "evicted")),
-        *((name, np.uint64) for name in ("evicted_keys", "evicted_rows", "evicted_scores")),
+        *((name, np.uint64) for name in _ARRAYS),
         ("base_score", np.uint64),
         *((name, np.uint32) for name in ("base", "segments", "row_bytes", "n", "operation")),
         *((name, np.uint32) for name in ("rule", "type", "unused")),
@@ -51,17 +54,22 @@ class ScoredTable(DoublingTable):
     def _allocate(self, buckets: int) -> None:
         cp, slots, args = self._cupy, buckets * SLOTS, self._args
         try:
-            self._keys = cp.zeros(slots, np.int64)
-            self._scores = cp.zeros(slots, np.uint64)
-            self._digests = cp.zeros(slots, np.uint8)
-            self._rows = cp.zeros((slots, self.like.shape[1]), self.like.dtype)
-            self._locks = cp.zeros(buckets, np.uint32)
-            self._size = cp.zeros(1, np.uint64)
+            arrays = {
+                "keys": cp.zeros(slots, np.int64),
+                "scores": cp.zeros(slots, np.uint64),
+                "digests": cp.zeros(slots, np.uint8),
+                "rows": cp.zeros((slots, self.like.shape[1]), self.like.dtype),
+                "locks": cp.zeros(buckets, np.uint32),
+                "size": cp.zeros(1, np.uint64),
+            }
         except cp.cuda.memory.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from None
+            raise MemoryError(str(error)) from None  # nothing has changed
+        for name, array in arrays.items():
+            args[name] = array.data.ptr
+        self._keys, self._scores, self._digests, self._rows, self._locks, self._size = (
+            arrays.values()
+        )
         self.buckets, self.size = buckets, 0
-        for name in ("keys", "scores", "digests", "rows", "locks", "size"):
-            args[name] = getattr(self, f"_{name}").data.ptr
         args["base"], args["segments"] = self._base, buckets // self._base - 1
         args["row_bytes"], args["type"] = self._row_bytes, self._code
 
@@ -168,19 +176,20 @@ class ScoredTable(DoublingTable):
         """Launch a kernel with a warp for each of ``n`` keys, and wait for it."""
         if not n:
             return
-        args = self._args
-        for field in ARGS.names[ARGS.names.index("wanted") :]:  # type: ignore[index,union-attr] # named
-            if field in ("base", "segments", "row_bytes", "type"):
-                continue
-            value = arguments.get(field)
-            args[field] = (
-                value.data.ptr if hasattr(value, "data") and value is not None else value or 0
-            )
-        args["n"] = n
-        rows = [arguments[each] for each in ("batch_rows", "evicted_rows") if each in arguments]
-        sizes = self._row_bytes
-        for array in rows:
-            sizes |= 0 if array is None else array.data.ptr
+        args, sizes = self._args, self._row_bytes
+        for field in _ARRAYS:
+            array = arguments.get(field)
+            args[field] = 0 if array is None else array.data.ptr
+        for field in ("batch_rows", "evicted_rows"):
+            sizes |= int(args[field])
+        for field, value in {
+            "n": n,
+            "operation": 0,
+            "rule": 0,
+            "base_score": 0,
+            **arguments,
+        }.items():
+            args[field] = value
         stream = self._cupy.cuda.get_current_stream()
         kernel(f"{name}<{unit_of(sizes)}>").launch(blocks_of(n, _WARP), args, stream.ptr)
         stream.synchronize()

@@ -144,7 +144,13 @@ class Growth:
                 f"{target * SLOTS}, but max_capacity is {self.max_capacity}"
             )
         self._check_growth(buckets, target)
-        self.backend.reserve(target)
+        try:
+            self.backend.reserve(target)
+        except MemoryError as error:
+            raise ConfigError(
+                f"growth from {buckets * SLOTS} to {target * SLOTS} slots needs more memory than is free: "
+                f"{error}; choose a lower capacity"
+            ) from None
 
     def _check_growth(self, buckets: int, target: int) -> None:
         bytes_for = self._class.bytes_for

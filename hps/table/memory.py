@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps import native
-from hps.array_inputs import device_number, tensor
+from hps.array_inputs import device_number, output_arrays, tensor
 from hps.cgroups import free_host_bytes
 from hps.errors import BadRequest
 from hps.types import KeyArray
@@ -23,7 +23,7 @@ class Memory(Protocol):
         """Return a caller's array in this memory, without a copy if it is there. Raises BadRequest."""
 
     def output(self, name: str, array: Any) -> Any:
-        """Return a caller's array in this memory, to be written to. Raises BadRequest if it is elsewhere."""
+        """Return the caller's output array, which must be in this memory. Raises BadRequest."""
 
     def to_host(self, array: Any) -> NDArray[Any]: ...
     def distinct(self, keys: KeyArray) -> int:
@@ -33,22 +33,27 @@ class Memory(Protocol):
         """Return the bytes that a table could take. Raises OSError if they are unknown."""
 
 
+def _require_host(name: str, array: Any) -> None:
+    device = device_number(array)
+    if device is not None:
+        raise BadRequest(
+            f"{name} are on CUDA device {device}, but this table is in host memory: copy them to the host "
+            "first (cupy.asnumpy, or tensor.cpu())"
+        )
+
+
 class HostMemory:
     """The host's memory: NumPy arrays."""
 
     xp: Any = np
 
     def take(self, name: str, array: Any) -> NDArray[Any]:
-        return tensor(name, self.output(name, array))
+        _require_host(name, array)
+        return tensor(name, array)
 
-    def output(self, name: str, array: Any) -> Any:
-        device = device_number(array)
-        if device is not None:
-            raise BadRequest(
-                f"{name} are on CUDA device {device}, but this table is in host memory: copy them to the "
-                "host first (cupy.asnumpy, or tensor.cpu())"
-            )
-        return array
+    def output(self, name: str, array: Any) -> NDArray[Any]:
+        _require_host(name, array)
+        return (output_arrays({"rows": array}) or {})["rows"]
 
     def to_host(self, array: Any) -> NDArray[Any]:
         return np.asarray(array)

@@ -5,19 +5,13 @@ import re
 from pathlib import Path
 
 from hps.table import Policy, Table
+from tests.support.page_examples import run_examples
 
 PAGE = Path(__file__).parents[3] / "docs" / "table.md"
 
 
 def test_examples_of_the_page_run():
-    text = PAGE.read_text()
-    names: dict[str, object] = {}
-    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert len(blocks) >= 7
-    for block in blocks:
-        line = text.count("\n", 0, block.start(1))
-        # Blank lines in front, so that a traceback names the line of the page.
-        exec(compile("\n" * line + block[1], str(PAGE), "exec"), names)
+    run_examples(PAGE, 7)
 
 
 def test_the_page_names_every_member_and_policy():

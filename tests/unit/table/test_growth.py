@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hps.errors import BadRequest, ConfigError
+from hps.native import twin_scored
 from hps.table import Table, memory
 from tests.support.tables import BACKENDS, BUCKET, DIM, check_rows, everything, make, rows_of
 
@@ -145,3 +146,19 @@ def test_invalid_options_are_refused(backend, options, message):
     options = {"dim": DIM, "init_capacity": BUCKET, "backend": backend, **options}
     with pytest.raises(ConfigError, match=message):
         Table(**options)
+
+
+def test_growth_that_memory_refuses_leaves_the_table(backend, monkeypatch):
+    if backend != "twin":
+        pytest.skip("only the twin can be made to fail")
+
+    def fail(_table):
+        raise MemoryError("none left")
+
+    table, keys = make(backend, BUCKET, max_capacity=1 << 12), np.arange(50)
+    table.insert_or_assign(keys, rows_of(keys), keys)
+    before = everything(table)
+    monkeypatch.setattr(twin_scored.ScoredTable, "_double", fail)
+    with pytest.raises(ConfigError, match="from 128 to 256 slots needs more memory .* none left"):
+        table.reserve(200)
+    assert everything(table) == before
