@@ -182,14 +182,9 @@ class ScoredTable(DoublingTable):
             args[field] = 0 if array is None else array.data.ptr
         for field in ("batch_rows", "evicted_rows"):
             sizes |= int(args[field])
-        for field, value in {
-            "n": n,
-            "operation": 0,
-            "rule": 0,
-            "base_score": 0,
-            **arguments,
-        }.items():
-            args[field] = value
+        args["n"] = n
+        for field in ("operation", "rule", "base_score"):
+            args[field] = arguments.get(field, 0)
         stream = self._cupy.cuda.get_current_stream()
         kernel(f"{name}<{unit_of(sizes)}>").launch(blocks_of(n, _WARP), args, stream.ptr)
         stream.synchronize()

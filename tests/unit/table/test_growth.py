@@ -159,6 +159,6 @@ def test_growth_that_memory_refuses_leaves_the_table(backend, monkeypatch):
     table.insert_or_assign(keys, rows_of(keys), keys)
     before = everything(table)
     monkeypatch.setattr(twin_scored.ScoredTable, "_double", fail)
-    with pytest.raises(ConfigError, match="from 128 to 256 slots needs more memory .* none left"):
+    with pytest.raises(ConfigError, match=r"from 128 to 256 slots needs more memory .* none left"):
         table.reserve(200)
     assert everything(table) == before
