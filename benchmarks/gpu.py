@@ -69,9 +69,9 @@ class FilledTable:
     first: int = 0
 
     @staticmethod
-    def make(dim: int, capacity: int, **options: Any) -> FilledTable:
-        """Three quarters full; a static table has just so many rows."""
-        held = int(capacity * 0.75)
+    def make(dim: int, capacity: int, *, load: float = 0.75, **options: Any) -> FilledTable:
+        """``load`` of the capacity is filled; a static table has just so many rows."""
+        held = int(capacity * load)
         table, cache = EmbeddingTable.make("bench", dim), GpuCache({})
         cache.add_table(table, held if options.get("static") else capacity, **options)
         filled = FilledTable(cache, table, held, DeviceClock())

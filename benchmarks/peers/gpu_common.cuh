@@ -26,12 +26,13 @@
 constexpr size_t CALL = 1 << 20;
 constexpr int ROUNDS = 30, WARM_UP = 6;
 
-__global__ void random_keys(int64_t* keys, size_t n, uint64_t held, uint64_t seed) {
+__global__ void random_keys(int64_t* keys, size_t n, uint64_t held, uint64_t seed,
+                            uint64_t first = 0) {
   const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
   uint64_t h = seed * 0x9e3779b97f4a7c15ULL + i;
   h ^= h >> 33, h *= 0xff51afd7ed558ccdULL, h ^= h >> 33, h *= 0xc4ceb9fe1a85ec53ULL, h ^= h >> 33;
-  keys[i] = (int64_t)(h % held);
+  keys[i] = (int64_t)(first + h % held);
 }
 
 // The numbers first … first + n - 1, or a permutation of them.

@@ -39,8 +39,10 @@ FILES = {
     "decode_warp_kernel": "pool_warp.cu",
     "scatter_kernel": "scatter.cu",
     "place_kernel": "scatter.cu",
-    "scored_write_kernel": "scored_table.cu",
+    "scored_link_kernel": "scored_write.cu",
+    "scored_write_kernel": "scored_write.cu",
     "scored_find_kernel": "scored_table.cu",
+    "scored_split_kernel": "scored_table.cu",
 }
 """Kernel -> the file that holds it."""
 

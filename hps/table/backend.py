@@ -73,6 +73,22 @@ def backend_class(name: str) -> Any:
     return ScoredTable
 
 
+def backend_options(name: str, device_share: float) -> dict[str, Any]:
+    """Return the class's options for ``device_share`` of the rows on a device. Raises ConfigError."""
+    eighths = 8 * device_share
+    if not 0 <= eighths <= 8 or eighths != int(eighths):
+        raise ConfigError(
+            f"device_share is {device_share}, but must be a multiple of 1/8 from 0 to 1"
+        )
+    if name not in _ON_HOST:
+        return {"device_slots": int(eighths) * SLOTS // 8}
+    if eighths < 8:
+        raise ConfigError(
+            f"device_share is {device_share}, but backend {name} has all rows in host memory"
+        )
+    return {}
+
+
 def memory_of(name: str) -> Memory:
     """Return the memory of backend ``name``, a device's current one. Raises ConfigError."""
     try:

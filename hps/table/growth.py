@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hps.errors import BadRequest, ConfigError
 from hps.native.twin_scored import MOST_BUCKETS, MOST_DOUBLINGS
-from hps.table.backend import SLOTS, Backend, backend_class, memory_of
+from hps.table.backend import SLOTS, Backend, backend_class, backend_options, memory_of
 from hps.types import KeyArray
 
 _MOST_DIM = 1 << 20
@@ -52,6 +52,7 @@ class Growth:
         init_capacity: int,
         max_capacity: int | None,
         max_load_factor: float,
+        device_share: float,
     ) -> None:
         if not 0 < max_load_factor <= 1:
             raise ConfigError(
@@ -68,12 +69,18 @@ class Growth:
         self._first = -(-init_capacity // SLOTS)
         self._row_bytes = like.shape[1] * like.itemsize
         self._class = backend_class(name)
+        self._options = backend_options(name, device_share)
         self.memory = memory_of(name)
         most = _most_buckets(self._first, max_capacity or 0)
         self._check_growth(0, self._first)
         try:
-            self.backend: Backend = self._class(self._first, most, like)
-        except MemoryError:
+            self.backend: Backend = self._class(self._first, most, like, **self._options)
+        except MemoryError as error:
+            if self._options:
+                raise ConfigError(
+                    f"a table of {self._first * SLOTS} slots needs more memory than is free: {error}; choose "
+                    "a lower init_capacity or another device_share"
+                ) from None
             raise self._no_address_space(most) from None
 
     @property
@@ -94,7 +101,7 @@ class Growth:
             )
         most = _most_buckets(self.backend.buckets, max_capacity)
         if most > self.backend.max_buckets:
-            moved = self._class.bytes_for(self.backend.buckets, self._row_bytes)
+            moved = self._bytes_for(self.backend.buckets)
             self._require(moved, f"a max_capacity of {max_capacity}, which moves the rows,")
         try:
             self.backend.set_max_buckets(most)
@@ -153,9 +160,11 @@ class Growth:
             ) from None
 
     def _check_growth(self, buckets: int, target: int) -> None:
-        bytes_for = self._class.bytes_for
-        needed = bytes_for(target, self._row_bytes) - bytes_for(buckets, self._row_bytes)
+        needed = self._bytes_for(target) - self._bytes_for(buckets)
         self._require(needed, f"growth from {buckets * SLOTS} to {target * SLOTS} slots")
+
+    def _bytes_for(self, buckets: int) -> int:
+        return int(self._class.bytes_for(buckets, self._row_bytes, **self._options))
 
     def _require(self, needed: int, what: str) -> None:
         with suppress(OSError):  # unknown without /proc
@@ -166,7 +175,7 @@ class Growth:
                 )
 
     def _no_address_space(self, most: int) -> ConfigError:
-        needed = self._class.bytes_for(most, self._row_bytes)
+        needed = self._bytes_for(most)
         return ConfigError(
             f"a table of up to {most * SLOTS} slots needs {needed} bytes of address space, which the system "
             "refused: lower max_capacity"

@@ -45,6 +45,10 @@ class Table:
     Before an insert that would raise `load_factor` above ``max_load_factor``, the table doubles, while the
     double is at most ``max_capacity`` (default: never). Growth evicts nothing.
 
+    **Host memory.** ``device_share`` of a ``cuda`` table's slots, a multiple of 1/8, have their rows in
+    device memory, the others in pinned host memory. A write moves a row to the device if there is room, or a
+    row with a lower score, which goes to host memory instead.
+
     **Batches.** Keys of a batch may repeat: the positions of one key are applied in their order. Different
     keys of a batch are applied in any order.
 
@@ -68,6 +72,7 @@ class Table:
         policy: Policy | str = Policy.LRU,
         key_dtype: DTypeLike = np.int64,
         backend: str = "cpu",
+        device_share: float = 1.0,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
         self.dtype, self.key_dtype = np.dtype(dtype), np.dtype(key_dtype)
@@ -78,7 +83,9 @@ class Table:
         self.policy, self.backend = Policy(policy), backend
         self._epoch, self._clock, self._now = 0, clock, 0
         self._like = row_like(dim, self.dtype)
-        self._growth = Growth(backend, self._like, init_capacity, max_capacity, max_load_factor)
+        self._growth = Growth(
+            backend, self._like, init_capacity, max_capacity, max_load_factor, device_share
+        )
         self._memory = self._growth.memory
         self._table = self._growth.backend
 

@@ -15,6 +15,7 @@ __all__ = [
     "BUCKET",
     "DIM",
     "Clock",
+    "DeviceScoredTable",
     "check_rows",
     "everything",
     "make",
@@ -23,9 +24,10 @@ __all__ = [
 ]
 
 BACKENDS = [
-    pytest.param(name, marks=pytest.mark.gpu) if name == "cuda" else name
-    for name in backends.BACKENDS
+    pytest.param(name, marks=pytest.mark.gpu) if name.startswith("cuda") else name
+    for name in (*backends.BACKENDS, "cuda, half")
 ]
+"""``cuda, half``: half of the rows in host memory."""
 DIM, BUCKET = 4, 128
 """The dim of tables by default, and the slots of a table of one bucket."""
 
@@ -73,13 +75,41 @@ class ViewOnHost:
 def on_host(value: Any) -> Any:
     """Return ``value`` with arrays of a device as NumPy arrays."""
     if isinstance(value, tuple):
-        return type(value)(*(on_host(each) for each in value))
+        made = [on_host(each) for each in value]
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
     return value.get() if hasattr(value, "__cuda_array_interface__") else value
+
+
+class DeviceScoredTable:
+    """`hps.table.device_table.ScoredTable` with NumPy arrays; those that it changes are copied back."""
+
+    def __init__(self, buckets: int, max_buckets: int, like: np.ndarray) -> None:
+        from hps.table.device_table import ScoredTable
+
+        self.table = ScoredTable(buckets, max_buckets, like)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.table, name)
+        if not callable(value):
+            return on_host(value)
+
+        def call(*arguments: Any) -> Any:
+            to = self.table._cupy.asarray
+            there = [to(each) if isinstance(each, np.ndarray) else each for each in arguments]
+            result = on_host(value(*there))
+            for mine, changed in zip(arguments, there, strict=True):
+                if isinstance(mine, np.ndarray):
+                    mine[...] = changed.get()
+            return result
+
+        return call
 
 
 def make(backend: str, init_capacity: int = BUCKET, **options: Any) -> Any:
     """Return a table of rows (4,) float32 and customized scores, unless ``options`` say otherwise."""
-    options = {"dim": DIM, "policy": "customized", **options}
+    backend, _, half = backend.partition(", ")
+    shares = {"device_share": 0.5} if half else {}
+    options = {"dim": DIM, "policy": "customized", **shares, **options}
     table = Table(init_capacity=init_capacity, backend=backend, **options)
     return ViewOnHost(table) if backend == "cuda" else table
 

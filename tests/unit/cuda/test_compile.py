@@ -61,8 +61,17 @@ EXPRESSIONS = {
     ],
     "scored_table.cu": [
         f"{name}<{unit}>"
-        for name in ("scored_write_kernel", "scored_find_kernel")
+        for name in ("scored_find_kernel", "scored_split_kernel")
         for unit in (16, 4, 2, 1)
+    ],
+    "scored_write.cu": [
+        "scored_link_kernel",
+        *(
+            f"scored_write_kernel<{unit}, {tile}, {code}, {on_host}>"
+            for unit, codes in ((16, range(9)), *((unit, (0, 7, 8)) for unit in (4, 2, 1)))
+            for code in codes
+            for tile, on_host in ((8, "false"), (2, "true"))
+        ),
     ],
     "scan.cu": [
         *("clear_kernel", "export_kernel"),

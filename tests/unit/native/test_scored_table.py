@@ -1,4 +1,7 @@
-"""The compiled scored table against its NumPy twin: equal results, row numbers, scores and evictions."""
+"""The compiled scored table, and that on a device, against the NumPy twin.
+
+Results, row numbers, scores and evictions are equal.
+"""
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ from hypothesis import strategies as st
 from hps.native import _core as native
 from hps.native import twin_scored as twin
 from hps.native.twin_cache import mixed
+from tests.support.tables import DeviceScoredTable
 
 MOST = 2**64 - 1
 KEY = st.integers(-(2**63), 2**63 - 1) | st.integers(-200, 200)
@@ -18,9 +22,22 @@ N = st.sampled_from([0, 1, 3, 12, 12, 12, 150, 400])
 NAMES = st.sampled_from(["write"] * 6 + ["erase", "find", "export", "reserve", "clear", "limit"])
 
 
-def tables(row=(3, "f4"), buckets=1, most=4):
+CLASSES = [native.ScoredTable, pytest.param(DeviceScoredTable, marks=pytest.mark.gpu)]
+
+
+def tables(compared=native.ScoredTable, row=(3, "f4"), buckets=1, most=4):
     like = np.empty((0, row[0]), row[1])
-    return [module.ScoredTable(buckets, most, like) for module in (native, twin)]
+    return [made(buckets, most, like) for made in (compared, twin.ScoredTable)]
+
+
+def in_order(result):
+    """(found, evicted) with the evicted rows sorted: a device returns them in any order."""
+    found, evicted = result
+    if evicted is None:
+        return result
+    keys, rows, scores = evicted
+    order = np.lexsort((*rows.T, scores, keys))
+    return found, (keys[order], rows[order], scores[order])
 
 
 def assert_equal(compiled, expected):
@@ -58,10 +75,11 @@ def operations(draw):
     return steps
 
 
+@pytest.mark.parametrize("compared", CLASSES)
 @settings(max_examples=150)
 @given(operations(), ROW, st.sampled_from([1, 2, 3]))
-def test_random_operations_equal_the_twin(steps, row, buckets):
-    both = tables(row, buckets, 4 * buckets)
+def test_random_operations_equal_the_twin(compared, steps, row, buckets):
+    both = tables(compared, row, buckets, 4 * buckets)
     for name, n, seed, some, operation, rule, base, flag, other in steps:
         rng = np.random.default_rng(seed)
         keys = np.concatenate([np.array(some, np.int64), rng.integers(-300, 300, n - len(some))])
@@ -75,6 +93,8 @@ def test_random_operations_equal_the_twin(steps, row, buckets):
                 result = table.write(
                     operation, keys, given_rows, flags, rule, base, scores if other else None, flag
                 )
+                if compared is DeviceScoredTable:
+                    result = in_order(result)
                 results.append((*result, mine))
             elif name == "erase":
                 results.append(table.erase(keys, scores if flag else None))
@@ -102,26 +122,28 @@ def test_random_operations_equal_the_twin(steps, row, buckets):
     assert both[0].rows.shape == both[1].rows.shape
 
 
-def test_keys_of_one_digest_and_half_are_told_apart():
+@pytest.mark.parametrize("compared", CLASSES)
+def test_keys_of_one_digest_and_half_are_told_apart(compared):
     """More keys with equal digests than a half has slots: they spill, are evicted and stay distinct."""
     keys = np.arange(300_000)
     x = mixed(keys)
     keys = keys[(x >> np.uint64(23)) & np.uint64(0x1FF) == x[0] >> np.uint64(23) & np.uint64(0x1FF)]
     assert len(keys) > 500
-    both = tables((3, "f4"), 1, 8)
+    both = tables(compared, (3, "f4"), 1, 8)
     for at in range(0, 500, 100):
         part = keys[at : at + 100]
         rows = np.repeat(part[:, None], 3, 1).astype(np.float32)
         scores = part.astype(np.uint64)
-        assert_equal(*(t.write(0, part, rows, None, 4, 0, scores, True) for t in both))
+        assert_equal(*(in_order(t.write(0, part, rows, None, 4, 0, scores, True)) for t in both))
         for table in both:
             table.reserve(table.buckets if at < 200 else 4)
     assert_equal(*(table.export(0, 10**6, True) for table in both))
     assert_equal(*(table.find_rows(keys) for table in both))
 
 
-def test_scores_saturate():
-    for table in tables():
+@pytest.mark.parametrize("compared", CLASSES)
+def test_scores_saturate(compared):
+    for table in tables(compared):
         key, row = np.array([1]), np.zeros((1, 3), np.float32)
         for rule, base, scores, expected in [
             (2, 0, [5, MOST - 4], MOST),
@@ -134,13 +156,51 @@ def test_scores_saturate():
             assert table.export(0, 128, False)[1].tolist() == [expected]
 
 
-def test_sizes_out_of_range_are_refused():
+@pytest.mark.parametrize("compared", CLASSES)
+def test_a_batch_of_a_few_keys_in_many_positions_is_applied_in_order(compared):
+    """More positions of one bucket than its list on a device has in shared memory."""
+    rng = np.random.default_rng(3)
+    both = tables(compared, (8, "f4"), 3, 3)
+    for n in (33, 64, 100, 3000, 20_000):
+        keys, flags = rng.integers(0, 500, n), rng.random(n) < 0.5
+        keys[: n // 2] = rng.integers(0, 5, n // 2)
+        rows, scores = random_rows(rng, n, (8, "f4")), rng.integers(0, 1000, n).astype(np.uint64)
+        for operation in twin.Write:
+            assert_equal(
+                *(
+                    in_order(t.write(operation, keys, rows.copy(), flags, 4, 0, scores, True))
+                    for t in both
+                )
+            )
+        assert_equal(*(t.export(0, 10**6, True) for t in both))
+        assert_equal(*(t.erase(keys[: n // 3], None) for t in both))
+
+
+@pytest.mark.parametrize("compared", CLASSES)
+def test_evictions_after_scores_fell_take_the_lowest(compared):
+    rng = np.random.default_rng(4)
+    both = tables(compared, (2, "f4"), 1, 1)
+    for step in range(30):
+        new = np.arange(200) + 1000 * step
+        for keys, rule in ((new, 4), (new[::3], 4), (new[::7], 2), (new[::5], 4)):
+            scores = rng.integers(0, 100, len(keys)).astype(np.uint64)
+            keys = np.ascontiguousarray(keys)
+            rows = random_rows(rng, len(keys), (2, "f4"))
+            assert_equal(
+                *(in_order(t.write(0, keys, rows, None, rule, 0, scores, True)) for t in both)
+            )
+        assert_equal(*(t.erase(new[::11].copy(), None) for t in both))
+    assert_equal(*(t.export(0, 128, True) for t in both))
+
+
+@pytest.mark.parametrize("compared", CLASSES)
+def test_sizes_out_of_range_are_refused(compared):
     like = np.empty((0, 3), np.float32)
-    for module in (native, twin):
+    for made in (compared, twin.ScoredTable):
         for buckets, most in [(0, 1), (2, 1), (1, 2**32)]:
             with pytest.raises(ValueError, match="a table has 1 to"):
-                module.ScoredTable(buckets, most, like)
-    for table in tables():
+                made(buckets, most, like)
+    for table in tables(compared):
         with pytest.raises(ValueError, match="more buckets than max_buckets"):
             table.reserve(5)
         table.reserve(3)

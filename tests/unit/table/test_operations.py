@@ -8,6 +8,7 @@ reserved_keys_test. A table of one bucket evicts exactly.
 import numpy as np
 import pytest
 
+from hps.errors import BadRequest
 from tests.support.tables import (
     BACKENDS,
     BUCKET,
@@ -125,11 +126,15 @@ def test_row_numbers_address_the_rows(backend):
     table, keys = filled(backend, 100, init_capacity=1 << 10)
     numbers = table.find_rows([5, 500, 7])
     assert numbers[1] == -1
+    assert len({*table.find_rows(keys).tolist()}) == 100
+    if backend == "cuda, half":
+        with pytest.raises(BadRequest, match="the rows are in two memories"):
+            _ = table.rows
+        return
     assert table.rows.shape == (table.capacity, DIM)
     np.testing.assert_array_equal(table.rows[numbers[[0, 2]]], rows_of([5, 7]))
     (table.table if backend == "cuda" else table).rows[numbers[0]] = 3  # in place
     assert (table.find([5]).rows == 3).all()
-    assert len({*table.find_rows(keys).tolist()}) == 100
 
 
 def test_in_a_batch_the_last_row_of_a_key_wins(backend):
@@ -313,7 +318,8 @@ def test_rows_of_every_width_are_stored(backend, dim):
     table, keys = make(backend, 512, dim=dim), np.arange(200)
     table.insert_or_assign(keys, rows_of(keys, dim=dim), keys)
     np.testing.assert_array_equal(table.find(keys).rows, rows_of(keys, dim=dim))
-    np.testing.assert_array_equal(table.rows[table.find_rows(keys)], rows_of(keys, dim=dim))
+    if backend != "cuda, half":
+        np.testing.assert_array_equal(table.rows[table.find_rows(keys)], rows_of(keys, dim=dim))
 
 
 # -- assign ----------------------------------------------------------------------------------------
