@@ -1,12 +1,19 @@
 """Outputs of lookups of features that are not pooled: which there are, and what they hold."""
 
+from dataclasses import replace
+
 import numpy as np
+import orjson
 import pytest
 
 from hps.errors import BadRequest
 from hps.lookup.base import Feature, LookupModel
+from hps.lookup.engine import LookupEngine
+from hps.tiers.chain import TierChain
 from hps.types import EmbeddingTable, JaggedKeys
 from services.frontend.endpoints import named_outputs, output_aliases
+from services.frontend.http.request import HttpRequestParser
+from services.frontend.lookup_endpoint import LookupEndpoint
 from services.frontend.sequence_outputs import SequenceOutputs
 
 ITEMS, SHOPS = EmbeddingTable.make("items", 2), EmbeddingTable.make("shops", 1)
@@ -81,3 +88,20 @@ def test_keys_that_cannot_be_padded_are_rejected():
     many = {"few": JaggedKeys(np.empty(0, np.int64), 11, np.zeros(12, np.int64))}
     with pytest.raises(BadRequest, match="at most 20 keys, and has 22 when padded"):
         OUTPUTS.check(["few.padded"], many)
+
+
+def test_keys_that_cannot_be_padded_are_rejected_before_they_are_looked_up(small):
+    served = small.node.models["words"]
+    feature = Feature("few", served.tables["left"], pooling="none", max_length=2)
+    model = LookupModel("words", 1, served.tables, {"few": feature})
+    engine = LookupEngine(
+        model, TierChain([small.memory]), TierChain([small.store]), small.node.workers
+    )
+    endpoint = LookupEndpoint(replace(served, engine=engine), "words.lookup")
+    keys = {"name": "few", "datatype": "INT64", "shape": [1, 3], "data": [1, 2, 3]}
+    parse = HttpRequestParser("words.lookup", endpoint.rules, 1 << 20).parse
+    call = parse(orjson.dumps({"inputs": [keys], "outputs": [{"name": "few.padded"}]}), None)
+    with pytest.raises(BadRequest, match="'few' takes at most 2 keys"):
+        endpoint.submit(call, 1e12)
+    call = parse(orjson.dumps({"inputs": [keys]}), None)
+    assert endpoint.submit(call, 1e12).result().vectors["few"].shape == (3, 3)
