@@ -140,7 +140,16 @@ def server(repository: Path) -> Iterator[Hps]:
         yield running
 
 
-@pytest.fixture(scope="module", params=["node", "front end", "REST", "gRPC"])
+@pytest.fixture(scope="module")
+def workers(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hps]:
+    """A server that answers from a worker, and batches requests."""
+    folder = tmp_path_factory.mktemp("workers")
+    limits = {"workers": 1, "batching": {"max_delay_us": 100}}
+    with start_hps(folder, limits=limits, models={"repository": str(repository)}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module", params=["node", "front end", "REST", "gRPC", "worker"])
 def way(
     request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[object]:
@@ -151,7 +160,7 @@ def way(
         with hps.open({"models": {"repository": str(repository)}, "tiers": tiers}) as node:
             yield node
         return
-    server = request.getfixturevalue("server")
+    server = request.getfixturevalue("workers" if request.param == "worker" else "server")
     if request.param == "front end":
         front = folder / "models"
         shutil.copytree(repository, front, ignore=shutil.ignore_patterns("tables"))
@@ -159,7 +168,7 @@ def way(
         with hps.connect(settings) as connected:
             yield connected
         return
-    url = f"http://{server.address}" if request.param == "REST" else f"grpc://{server.grpc}"
+    url = f"grpc://{server.grpc}" if request.param == "gRPC" else f"http://{server.address}"
     with Client(url) as client:
         yield client
 
