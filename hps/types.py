@@ -144,20 +144,10 @@ class EmbeddingTable:
         dt = np.dtype(dtype)
         row = np.ascontiguousarray(np.broadcast_to(np.asarray(default, dt), (dim,)))
         row.flags.writeable = False
-        policy = miss or MissPolicy()
+        miss = miss or MissPolicy()
         stored = row_format_of(dt) if rows is None else row_format(rows)
         return EmbeddingTable(
-            model,
-            version,
-            name,
-            dim,
-            dt,
-            row,
-            policy,
-            tombstone_ttl_s,
-            key_bits,
-            hps_version,
-            stored,
+            model, version, name, dim, dt, row, miss, tombstone_ttl_s, key_bits, hps_version, stored
         )
 
 
@@ -312,6 +302,10 @@ class LookupResult:
     ``degraded`` names the tiers that were skipped. ``stale_s`` is the possible age of the rows in seconds
     if it exceeds `updates.max_staleness_s`; else 0.
 
+    Of ``node.lookup``, ``offsets[f] (batch + 1,) int64`` divides vectors of jagged keys that are not pooled
+    into samples; with ``padded``, vectors are ``(batch, max_length, dim)``, and ``masks[f] (batch,
+    max_length) bool`` is True at keys (`hps.lookup.padding`).
+
     With ``stored_rows``, what is not pooled and comes from tables of narrow row formats are rows as they are
     stored, ``(n, row_width)`` (`hps.row_format`). It is False if a default was among these rows, and where
     rows are on a GPU."""
@@ -323,6 +317,8 @@ class LookupResult:
     degraded: tuple[str, ...] = ()
     stale_s: int = 0
     stored_rows: bool = False
+    offsets: dict[str, IndexArray] = field(default_factory=dict)
+    masks: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -158,7 +158,7 @@ def _show_inputs(opened: ModelVersion) -> None:
                     ", ".join(f.tables),
                     f.key_offset,
                     f.pooling,
-                    f.hotness or "any",
+                    f.hotness or (f"padded to {f.max_length}" if f.max_length else "any"),
                     _yes(f.context),
                 )
                 for f in features

@@ -74,7 +74,8 @@ class ImportOptions(ReportOptions):
         None, "--feature", "-f", metavar="NAME=TABLE[,TABLE...][+OFFSET][:OPTION...]"
     )
     """A feature of requests: its tables take the same keys, to which the offset is added. OPTION:
-    sum, mean, sqrtn or none (pooling), context, hotness=N, max_hotness=N. Repeatable."""
+    sum, mean, sqrtn or none (pooling), context, hotness=N, max_hotness=N, max_length=N,
+    keep_first, keep_last. Repeatable."""
     default: list[str] | None = option(None, metavar="TABLE=VALUE[,...]")
     """The vector of unknown keys: one number, or as many as the table's dim. Repeatable."""
     rows: list[str] | None = option(None, metavar="[TABLE=]FORMAT")

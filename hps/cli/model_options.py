@@ -19,7 +19,10 @@ from hps.types import Pooling
 
 FEATURE_FORM = "NAME=TABLE[,TABLE...][+OFFSET][:OPTION...]"
 WATERMARK_FORM = "TOPIC/PARTITION=OFFSET, both numbers from 0"
-FEATURE_OPTIONS = "sum, mean, sqrtn, none, context, hotness=N or max_hotness=N"
+FEATURE_OPTIONS = (
+    "sum, mean, sqrtn, none, context, hotness=N, max_hotness=N, max_length=N, keep_first or "
+    "keep_last"
+)
 
 
 def pairs(option: str, values: Sequence[str] | None, form: str) -> dict[str, str]:
@@ -80,7 +83,9 @@ def _feature_option(name: str, text: str) -> dict[str, Any]:
         return {"pooling": option}
     if text == "context":
         return {"context": True}
-    if option in ("hotness", "max_hotness") and value.isdecimal():
+    if text in ("keep_first", "keep_last"):
+        return {"truncation": text}
+    if option in ("hotness", "max_hotness", "max_length") and value.isdecimal():
         return {option: int(value)}
     raise ConfigError(f"--feature {name}: unknown option '{text}'; expected {FEATURE_OPTIONS}")
 
@@ -124,7 +129,8 @@ def _feature(data: dict[str, Any]) -> FeatureSpec:
 def dense_spec(plan: ImportPlan, given: Sequence[FeatureSpec], path: Path) -> DenseSpec:
     """Build the `dense:` section from the network.
 
-    Inputs with a feature's name receive its pooled vectors; the others come with the request."""
+    Inputs with a feature's name receive its vectors; ``<feature>.mask`` and ``<feature>.lengths`` the mask
+    and lengths of a padded feature. The others come with the request."""
     from hps.dense.onnx import OnnxModel
 
     stacked = [part for table in plan.tables for part, _ in table.parts]
@@ -139,10 +145,16 @@ def dense_spec(plan: ImportPlan, given: Sequence[FeatureSpec], path: Path) -> De
                 f"{', '.join(sorted(fed))}. Name the features like them (--feature NAME=TABLE), or say in "
                 "a model.yaml which input takes which feature (--spec)"
             )
+        padded = [each.name for each in given if each.max_length is not None]
+        masks = {name: f"{name}.mask" for name in padded if f"{name}.mask" in fed}
+        lengths = {name: f"{name}.lengths" for name in padded if f"{name}.lengths" in fed}
+        names |= {*masks.values(), *lengths.values()}
         return DenseSpec(
             inputs=[
                 _tensor(t.name, t.datatype, t.shape) for t in network.inputs if t.name not in names
             ],
+            masks=masks,
+            lengths=lengths,
             outputs=[_tensor(t.name, t.datatype, t.shape) for t in network.outputs],
         )
     finally:

@@ -5,7 +5,7 @@ span several fields are `StrictModel.violations`, and are checked whenever an ob
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -45,6 +45,8 @@ RowFormatName = Literal["float32", "float16", "bfloat16", "float8_e4m3", "int8",
 FLOAT16_MAX = 65_504.0
 # Suffixes of tensor names that the protocol adds to a feature's name.
 RESERVED_SUFFIXES = (".offsets", ".weights", ".source")
+PADDED_SUFFIXES = (".padded", ".mask")
+"""The same for a feature with `max_length`."""
 REMOTE_PATH = "remote locations are not supported; copy the files to a local folder"
 
 
@@ -149,6 +151,10 @@ class FeatureSpec(StrictModel):
     """Fixed number of keys per sample; null: any number, also a different one per sample."""
     max_hotness: int | None = Field(None, ge=1)
     """Largest number of keys per sample, averaged over a request; requests with more are rejected."""
+    max_length: int | None = Field(None, ge=1, le=1_000_000)
+    """With pooling `none`: pads the vectors of a sample to this number for the network, see `dense.masks`."""
+    truncation: Literal["reject", "keep_first", "keep_last"] = "reject"
+    """For samples with more than `max_length` keys: reject the request, or keep the first or last ones."""
     context: bool = False
     """May have batch 1, which is then broadcast over the candidates of the other features."""
 
@@ -156,12 +162,34 @@ class FeatureSpec(StrictModel):
         fixed, most = self.hotness, self.max_hotness
         if fixed is not None and most is not None and fixed > most:
             yield finding("max_hotness", f"is {most}, but hotness is {fixed}", "hotness")
+        yield from self._padding()
         for i, table in enumerate(self.tables):
             if table in self.tables[:i]:
                 yield ConfigFinding(("table", i), f"names table {table!r} twice")
-            if len(self.tables) > 1 and f".{table}" in RESERVED_SUFFIXES:
+            if len(self.tables) > 1 and f".{table}" in self.reserved_suffixes:
                 vectors = f"vectors of table {table!r} would be named '<feature>.{table}'"
                 yield ConfigFinding(("table", i), f"{vectors}, which is reserved")
+
+    def _padding(self) -> Iterator[ConfigFinding]:
+        if self.max_length is None:
+            if self.truncation != "reject":
+                yield finding(
+                    "truncation", f"is {self.truncation}, but max_length is not set", "max_length"
+                )
+            return
+        if self.pooling != "none":
+            message = (
+                f"pads vectors that are not pooled, but pooling is {self.pooling}; set it to none"
+            )
+            yield finding("max_length", message, "pooling")
+        if self.hotness is not None:
+            message = f"is for any number of keys per sample, but hotness is {self.hotness}; leave one out"
+            yield finding("max_length", message, "hotness")
+
+    @property
+    def reserved_suffixes(self) -> tuple[str, ...]:
+        """Suffixes that the protocol adds to the feature's name."""
+        return RESERVED_SUFFIXES + (PADDED_SUFFIXES if self.max_length is not None else ())
 
     @property
     def tables(self) -> list[str]:
@@ -197,6 +225,13 @@ class TensorSpec(StrictModel):
                 yield ConfigFinding(("shape", i), message)
 
 
+_FED = {
+    "embeddings": "feature",
+    "masks": "the mask of feature",
+    "lengths": "the lengths of feature",
+}
+
+
 class DenseSpec(StrictModel):
     """The network, `dense.onnx` in the version's folder."""
 
@@ -205,6 +240,11 @@ class DenseSpec(StrictModel):
     embeddings: dict[VectorName, TensorName] = {}
     """Feature (`<feature>.<table>` where it has several) -> name of the network's input that takes its pooled
     vectors; default: the same name."""
+    masks: dict[FeatureName, TensorName] = {}
+    """Feature with `max_length` -> name of the network's input that takes the mask of its padded vectors,
+    `[batch, max_length]`: 1 or true at keys, in the input's type."""
+    lengths: dict[FeatureName, TensorName] = {}
+    """Feature with `max_length` -> name of the network's input that takes its numbers of keys, `[batch]`."""
     outputs: list[TensorSpec] = Field(min_length=1)
     """The network's outputs, in the order of the answer."""
     ranking_output: TensorName | None = None
@@ -221,11 +261,12 @@ class DenseSpec(StrictModel):
                 "ranking_output", f"is {ranking!r}, which is not an output{hint}", "outputs"
             )
         sources = dict.fromkeys([t.name for t in self.inputs], "an input of the request")
-        for feature, target in self.embeddings.items():
-            if target in sources:
-                message = f"network input {target!r} already receives {sources[target]}"
-                yield ConfigFinding(("embeddings", feature), message)
-            sources[target] = f"feature {feature!r}"
+        for group, fed in _FED.items():
+            for feature, target in getattr(self, group).items():
+                if target in sources:
+                    message = f"network input {target!r} already receives {sources[target]}"
+                    yield ConfigFinding((group, feature), message)
+                sources[target] = f"{fed} {feature!r}"
 
 
 class ModelSpec(StrictModel):
@@ -266,6 +307,7 @@ class ModelSpec(StrictModel):
                 message = f"names feature {name!r}, which does not exist"
                 message += hint_for(name, vectors, "the features are")
                 yield ConfigFinding(("dense", "embeddings", name), message, (("features",),))
+        yield from _padded_inputs(dense, {f.name: f for f in features})
         names = {*(f.name for f in features), *vectors}
         reserved = {name + suffix for name in names for suffix in ("", *RESERVED_SUFFIXES)}
         for i, tensor in enumerate(dense.inputs):
@@ -277,3 +319,19 @@ class ModelSpec(StrictModel):
     def served_features(self) -> list[FeatureSpec]:
         """``features``, or if empty, one per table with the table's name."""
         return self.features or [FeatureSpec(name=t.name, table=t.name) for t in self.tables]
+
+
+def _padded_inputs(
+    dense: DenseSpec, features: Mapping[str, FeatureSpec]
+) -> Iterator[ConfigFinding]:
+    """Masks and lengths are those of features with ``max_length``."""
+    for group in ("masks", "lengths"):
+        for name in getattr(dense, group):
+            at = ("dense", group, name)
+            if name not in features:
+                message = f"names feature {name!r}, which does not exist"
+                message += hint_for(name, features, "the features are")
+                yield ConfigFinding(at, message, (("features",),))
+            elif features[name].max_length is None:
+                message = f"names feature {name!r}, which has no max_length"
+                yield ConfigFinding(at, message, (("features",),))

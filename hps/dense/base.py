@@ -30,11 +30,14 @@ DATATYPES: Mapping[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class NetworkTensor:
-    """A named tensor; -1 in ``shape`` is a variable dimension, the first one is the batch."""
+    """A named tensor; -1 in ``shape`` is a variable dimension, the first one is the batch.
+
+    ``convertible``: datatypes of a network's input that it is converted to."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    convertible: frozenset[str] = frozenset()
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -84,7 +87,7 @@ def check_network(
     """Check that the network's inputs equal ``fed`` and that it has all outputs ``served``.
 
     Raises ``ModelError`` with what ``model.yaml`` says and what the network has. A float32 input also takes
-    float16 vectors (they are widened).
+    float16 vectors (they are widened), and an input of a type in ``NetworkTensor.convertible`` what is fed.
     """
     takes = {tensor.name: tensor for tensor in network.inputs}
     gives = {tensor.name: tensor for tensor in network.outputs}
@@ -97,7 +100,7 @@ def check_network(
     if unfed := [name for name in takes if name not in seen]:
         raise ModelError(
             f"{model}: model.yaml feeds nothing to network input {unfed[0]!r} ({takes[unfed[0]]}); "
-            "list it in dense.inputs or name it in dense.embeddings"
+            "list it in dense.inputs, or name it in dense.embeddings, dense.masks or dense.lengths"
         )
     for tensor in served:
         _compare(model, "output", tensor, gives)
@@ -113,9 +116,13 @@ def _compare(
             f"{', '.join(network) or 'none'}"
         )
     widened = kind == "input" and (expected.datatype, actual.datatype) == ("FP16", "FP32")
-    if expected.datatype != actual.datatype and not widened:
+    converted = widened or actual.datatype in expected.convertible
+    if expected.datatype != actual.datatype and not converted:
+        others = "".join(
+            f" or {each}" for each in sorted(expected.convertible - {expected.datatype})
+        )
         raise ModelError(
-            f"{model}: {kind} {expected.name!r} is {expected.datatype} in model.yaml, "
+            f"{model}: {kind} {expected.name!r} is {expected.datatype}{others} in model.yaml, "
             f"{actual.datatype} in the network"
         )
     fits = len(expected.shape) == len(actual.shape) and all(

@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from hps.config.ps_json.tables import is_fused
 from hps.tracing import RequestContext, span_until_done
 from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, LookupResult, Pooling
+
+Truncation = Literal["reject", "keep_first", "keep_last"]
+"""What happens to a sample with more keys than the feature's ``max_length``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,8 @@ class Feature:
     if the request decides. A ``context`` feature may have batch 1 while the candidates have more.
     ``max_hotness`` bounds the keys per sample, on average over a request. ``keys_of`` is the request's
     name for the keys if several tables take the same keys; by default it is ``name``. Rows longer than
-    ``max_norm`` are scaled down to it: see `hps.lookup.max_norm`."""
+    ``max_norm`` are scaled down to it: see `hps.lookup.max_norm`. The vectors of a feature that is not
+    pooled are padded to ``max_length`` per sample for a network, if it is set: see `hps.lookup.padding`."""
 
     name: str
     table: EmbeddingTable
@@ -35,6 +39,8 @@ class Feature:
     max_hotness: int | None = None
     keys_of: str = ""
     max_norm: float | None = None
+    max_length: int | None = None
+    truncation: Truncation = "reject"
 
     @property
     def input(self) -> str:
@@ -137,6 +143,7 @@ class PreparedRequest:
 class Lookup(Protocol):
     """Lookup of vectors, local or remote. Thread-safe."""
 
+    model: LookupModel
     features: Mapping[str, Feature]
     tables: Mapping[str, EmbeddingTable]
 

@@ -27,7 +27,7 @@ class BatchedLookup(Lookup):
         observe: Callable[[float], None] = lambda _requests: None,
     ) -> None:
         self._lookup = lookup
-        self.features, self.tables = lookup.features, lookup.tables
+        self.model, self.features, self.tables = lookup.model, lookup.features, lookup.tables
         self._batcher: Batcher[LookupRequest, LookupResult] = Batcher(
             _LookupWork(lookup), limits, observe
         )

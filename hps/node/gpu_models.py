@@ -122,9 +122,14 @@ class GpuModels:
     ) -> Sequence[DevicePredictor]:
         """Paths on which the model's predictions run without a vector leaving the device, one per device.
 
-        Empty where the network takes no vectors there."""
+        Empty where the network takes no vectors there, or padded ones."""
         network, spec, name = model.dense, model.spec.dense, model.lookup.name
         if self.replicas is None or not lookups or spec is None or network is None:
+            return []
+        if _pads(model):
+            log.info(
+                "model %s: a feature has max_length; predictions pad its vectors on the host", name
+            )
             return []
         feeds = [
             (feature, spec.embeddings.get(feature.name, feature.name))
@@ -225,6 +230,8 @@ class GpuModels:
                 return _Unscheduled(why, is_chosen=is_kept_out(self._settings, table))
         if _has_max_norm(model):
             return _Unscheduled("a feature has max_norm", is_chosen=True)
+        if _pads(model):
+            return _Unscheduled("a feature has max_length", is_chosen=True)
         if not isinstance(model.dense, OnnxModel):
             return _Unscheduled("Triton runs its network (dense.triton)", is_chosen=True)
         if not runs_on_gpu(model.dense):
@@ -276,6 +283,11 @@ def bridge_to_device(inner: Tier, device: int, workspaces: int) -> Any:
 
 def _has_max_norm(model: OpenedModel) -> bool:
     return any(feature.max_norm is not None for feature in model.lookup.features.values())
+
+
+def _pads(model: OpenedModel) -> bool:
+    """True if vectors are padded for the network, which only the host does."""
+    return any(feature.max_length is not None for feature in model.lookup.features.values())
 
 
 def runs_on_gpu(network: OnnxModel) -> bool:

@@ -239,6 +239,8 @@ def features_of(spec: ModelSpec, tables: Mapping[str, EmbeddingTable]) -> dict[s
             f.max_hotness,
             "" if name == f.name else f.name,
             f.max_norm,
+            f.max_length,
+            f.truncation,
         )
         for f in spec.served_features
         for name, table in f.vectors.items()

@@ -15,6 +15,7 @@ from hps.array_inputs import Features, output_arrays, tensor
 from hps.config.traffic_settings import RequestKey
 from hps.errors import BadRequest, NotFound
 from hps.lookup.base import features_by_input
+from hps.lookup.padding import jagged_offsets, lookup_padded
 from hps.node.served_versions import ServedModel, ServedModels, VersionNames
 from hps.node.tier_status import TierStatus, describe_table
 from hps.node.traffic_split import input_text, value_text
@@ -104,6 +105,7 @@ class OpenModels:
         timeout_s: float | None = None,
         parameters: Mapping[str, Any] | None = None,
         stored_rows: bool = False,
+        padded: bool = False,
     ) -> LookupResult:
         """The vectors of ``features``: any of the model's features, or tables with ``by_table``.
 
@@ -111,7 +113,8 @@ class OpenModels:
         rule, for which ``parameters`` has the values of request parameters and headers.
         ``out``: arrays that are written in place: NumPy arrays, or writable tensors on the host with
         ``__dlpack__``, C-contiguous, of the table's dtype and the result's shape. ``stored_rows``: rows of
-        narrow formats that are not pooled are returned as they are stored, if `LookupResult.stored_rows`."""
+        narrow formats that are not pooled are returned as they are stored, if `LookupResult.stored_rows`.
+        ``padded``: the vectors of features with ``max_length`` are padded, see `hps.lookup.padding`."""
         into = None if out is None else output_arrays(out)
         served = self._choose(model, version, (features,), parameters)
         keys, deadline = served.keys(features, by_table), deadline_in(timeout_s)
@@ -119,7 +122,11 @@ class OpenModels:
             keys, deadline, want_source, into, by_table, stored_rows=stored_rows
         )
         served.freshness.require()
-        return served.freshness.mark(served.engine.lookup(request))
+        if padded:
+            return served.freshness.mark(lookup_padded(served.engine, request))
+        result = served.engine.lookup(request)
+        result.offsets = jagged_offsets(served.engine, request)
+        return served.freshness.mark(result)
 
     def predict(
         self,

@@ -47,10 +47,13 @@ class PredictChecks:
             inputs[name] = checked = _checked(spec, array)
             sizes.append((name, checked.shape[0], spec.context))
         for feature in features.values():
-            if feature.pooling == "none" and request.features[feature.name].offsets is not None:
+            if feature.pooling != "none" or feature.max_length is not None:
+                continue
+            if request.features[feature.name].offsets is not None:
                 raise BadRequest(
                     f"feature {feature.name!r} is not pooled and feeds a network, which takes "
-                    f"{feature.hotness} keys per sample; send it without offsets"
+                    f"{feature.hotness} keys per sample; send it without offsets, or set max_length in "
+                    "model.yaml to pad it"
                 )
         batch = _batch(sizes)
         return {name: broadcast_batch(array, batch) for name, array in inputs.items()}, batch

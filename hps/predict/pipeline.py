@@ -22,11 +22,12 @@ from hps.config.model_schema import DenseSpec, TensorSpec
 from hps.dense.base import DATATYPES, DenseModel
 from hps.errors import BadRequest, DeadlineExceeded, DenseModelError
 from hps.lookup.base import Lookup
+from hps.lookup.padding import TruncatedKeys
 from hps.lookup.request_sample import NO_SAMPLE
 from hps.observability.meters import DenseMeter
 from hps.observability.metrics import Metrics
-from hps.predict.checks import TOP_K_INDEX, Arrays, PredictChecks, broadcast_batch
-from hps.predict.network_inputs import check_wiring
+from hps.predict.checks import TOP_K_INDEX, Arrays, PredictChecks
+from hps.predict.network_feed import NetworkFeed
 from hps.predict.scheduler.scheduled_model import PreparedPrediction, ScheduledModel
 from hps.threads import BoundedThreadPool, CompletedFuture, chain_future
 from hps.tracing import call_timed, timed_wait
@@ -98,15 +99,10 @@ class InferencePipeline:
         self.sample = NO_SAMPLE
         """Gets requests while it is armed."""
         self._check = PredictChecks(name, spec, lookup.features)
-        self._feeds = tuple(
-            (feature, spec.embeddings.get(feature.name, feature.name))
-            for feature in lookup.features.values()
-        )
         self._outputs = {tensor.name: tensor for tensor in spec.outputs}
         self._ranking = spec.ranking_output or spec.outputs[0].name
-        fed = check_wiring(name, spec, lookup.features, dense)
-        taken = {tensor.name: tensor.dtype for tensor in dense.inputs}
-        self._widen = {t: taken[t] for _, t in self._feeds if fed[t].dtype != taken[t]}
+        self._feed = NetworkFeed(name, spec, lookup.features, dense)
+        self._pads = any(each.max_length is not None for each in lookup.features.values())
 
     def schedule(self, scheduled: ScheduledModel) -> None:
         """Run predictions in common batches on the GPU, as far as ``scheduled`` takes them."""
@@ -201,6 +197,10 @@ class InferencePipeline:
         wanted: tuple[str, ...],
         device: DevicePredictor | None,
     ) -> Future[PredictResult]:
+        truncated = None
+        if self._pads:
+            truncated = TruncatedKeys.of(self.lookup.model, request.features, batch)
+            request = replace(request, features=truncated.features)
         lookup = (self.lookup if device is None else device.lookup).submit(
             LookupRequest(
                 request.features,
@@ -213,6 +213,8 @@ class InferencePipeline:
 
         def run(rows: LookupResult) -> Future[PredictResult]:
             """Run the network: an inline one on the thread that has the rows, any other on the pool."""
+            if truncated is not None:
+                rows = truncated.report_all(rows)
             if batch == 0 or self.dense.runs_inline(batch):
                 return CompletedFuture(score(rows))
             return self._workers.submit(
@@ -255,7 +257,15 @@ class InferencePipeline:
         else:
             start = time.perf_counter()
             if device is None:
-                feed = call_timed(request.origin, "feed", self._feed, inputs, rows, batch)
+                feed = call_timed(
+                    request.origin,
+                    "feed",
+                    self._feed,
+                    inputs,
+                    request.features,
+                    rows.vectors,
+                    batch,
+                )
                 with _span(request, "dense"):
                     outputs = self.dense.predict(feed, names, request.deadline)
             else:
@@ -289,18 +299,6 @@ class InferencePipeline:
             outputs = {name: outputs[name][best] for name in wanted}
             outputs[TOP_K_INDEX] = best
         return PredictResult(outputs, rows.sources, rows.defaulted, rows.degraded, rows.stale_s)
-
-    def _feed(self, inputs: Arrays, rows: LookupResult, batch: int) -> Arrays:
-        """Make the network's inputs: contiguous arrays of its types with the full batch."""
-        feed = dict(inputs)
-        for feature, tensor in self._feeds:
-            vectors = rows.vectors[feature.name]
-            if feature.pooling == "none":
-                vectors = vectors.reshape(-1, feature.hotness or 1, feature.table.dim)
-            if tensor in self._widen:
-                vectors = vectors.astype(self._widen[tensor])
-            feed[tensor] = broadcast_batch(vectors, batch)
-        return feed
 
     def _judge(self, outputs: Arrays, batch: int, seconds: float) -> None:
         """Count a run of ``seconds``; raise DenseModelError unless it gave one row per sample."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +17,8 @@ from hps.dense.base import NetworkTensor
 from hps.dense.onnx import OnnxModel
 from hps.errors import ModelError
 from hps.models.repository import ModelVersion
+from hps.node.model_opening import features_of
+from hps.predict.network_inputs import fed_tensors, served_tensors
 
 DenseKind = Literal["onnxruntime", "python", "pytorch", "tensorrt", "tensorflow"]
 MODEL_FILES: dict[DenseKind, str] = {
@@ -146,12 +147,8 @@ def network_of(version: ModelVersion) -> tuple[Sequence[NetworkTensor], Sequence
         return network.inputs, network.outputs
     dense = version.spec.dense
     assert dense is not None
-    inputs = [
-        replace(vectors, name=dense.embeddings.get(name, name))
-        for name, vectors in vector_types(version).items()
-    ]
-    inputs += [NetworkTensor(t.name, t.datatype, tuple(t.shape)) for t in dense.inputs]
-    return inputs, [NetworkTensor(t.name, t.datatype, tuple(t.shape)) for t in dense.outputs]
+    features = features_of(version.spec, version.embedding_tables())
+    return [*fed_tensors(version.name, dense, features).values()], served_tensors(dense)
 
 
 def vector_types(version: ModelVersion) -> dict[str, NetworkTensor]:

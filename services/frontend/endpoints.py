@@ -49,14 +49,16 @@ class Endpoint(Protocol):
 def output_aliases(features: Mapping[str, Feature]) -> dict[str, list[str]]:
     """Output names that stand for several outputs.
 
-    For keys of several tables, one name selects the vectors of all tables, another all sources."""
+    For keys of several tables, one name selects the vectors of all tables, another all sources, another all
+    padded vectors."""
     shared = {
         name: takers for name, takers in features_by_input(features).items() if len(takers) > 1
     }
     return {
         f"{name}{suffix}": [f"{feature.name}{suffix}" for feature in takers]
         for name, takers in shared.items()
-        for suffix in ("", ".source")
+        for suffix in ("", ".source", ".padded")
+        if suffix != ".padded" or takers[0].max_length is not None
     }
 
 
@@ -72,7 +74,7 @@ def select_outputs(
     if call.form.outputs is None:
         return list(values.items())
     found: list[Output] = []
-    for name in _named(call.form.outputs, aliases):
+    for name in named_outputs(call.form.outputs, aliases):
         if name in values:
             found.append((name, values[name]))
         elif (feature := name.removesuffix(".source")) in sources:
@@ -81,7 +83,8 @@ def select_outputs(
     return found
 
 
-def _named(outputs: Sequence[str], aliases: Mapping[str, Sequence[str]]) -> Sequence[str]:
+def named_outputs(outputs: Sequence[str], aliases: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    """Return ``outputs`` with those that ``aliases`` names stand for; see `output_aliases`."""
     if not aliases or aliases.keys().isdisjoint(outputs):
         return outputs
     return list(dict.fromkeys(each for name in outputs for each in aliases.get(name, (name,))))

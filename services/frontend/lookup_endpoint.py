@@ -18,11 +18,18 @@ from hps.threads import CompletedFuture
 from hps.tracing import RequestContext
 from hps.types import JaggedKeys, KeyArray, LookupRequest, LookupResult
 from services.frontend.datatypes import INTEGERS, InputRule
-from services.frontend.endpoints import Output, output_aliases, select_outputs, unexpected_output
+from services.frontend.endpoints import (
+    Output,
+    named_outputs,
+    output_aliases,
+    select_outputs,
+    unexpected_output,
+)
 from services.frontend.errors import short_value
 from services.frontend.features import FeatureInputs
 from services.frontend.hps_keys_format import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0, HpsKeysFormat
 from services.frontend.inference_request import InferenceRequest
+from services.frontend.sequence_outputs import SequenceOutputs
 
 
 class LookupEndpoint:
@@ -44,6 +51,8 @@ class LookupEndpoint:
         self._aliases = output_aliases(served.engine.features)
         self._outputs = {n for f in served.engine.features for n in (f, f"{f}.source")}
         self._outputs |= self._aliases.keys()
+        self._sequences = SequenceOutputs(served.engine.model)
+        self._outputs.update(self._sequences.names)
         # A feature named KEYS wins: the model's names precede HPS's.
         self._by_table = not {KEYS, NUMKEYS} & self.rules.keys()
         if self._by_table:
@@ -96,6 +105,8 @@ class LookupEndpoint:
             features = self._inputs.gather(call)
             if not features:
                 raise self._nothing_asked()
+            if names := self._sequence_names(call):
+                self._sequences.check(names, features)
         return LookupRequest(features, deadline, want_source, None, by_table, call.origin)
 
     def _nothing_asked(self) -> BadRequest:
@@ -134,7 +145,15 @@ class LookupEndpoint:
         """The requested outputs; those whose input is missing are left out."""
         if KEYS in call.form.shapes and self._by_table:
             return self._flat_outputs(call, result)
-        return select_outputs(call, result.vectors, result.sources, self._aliases)
+        vectors = result.vectors
+        if names := self._sequence_names(call):
+            keys = self._inputs.gather(call)
+            vectors = {**vectors, **self._sequences.make(names, keys, vectors)}
+        return select_outputs(call, vectors, result.sources, self._aliases)
+
+    def _sequence_names(self, call: InferenceRequest) -> list[str]:
+        """The requested outputs that `SequenceOutputs` makes."""
+        return self._sequences.among(named_outputs(call.form.outputs or (), self._aliases))
 
     def _flat_outputs(self, call: InferenceRequest, result: LookupResult) -> list[Output]:
         """``OUTPUT0 (Σ keys * dim,)`` float32, table after table, and the source of every key."""

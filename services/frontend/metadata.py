@@ -17,6 +17,7 @@ from hps.node.node import ServedModel
 from hps.predict.checks import TOP_K_INDEX
 from hps.types import Source
 from services.frontend.hps_keys_format import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0, HpsKeysFormat
+from services.frontend.sequence_outputs import SequenceOutputs
 
 SERVER_NAME = "hps"
 PLATFORM = "hps"
@@ -131,7 +132,11 @@ def lookup_info(served: ServedModel) -> ModelInfo:
         TensorMetadata(f.name, "FP16" if f.table.dtype.itemsize == 2 else "FP32", (-1, f.table.dim))
         for f in features
     ]
-    parameters = {**_common(served), "also_accepts": _tables_form(served)}
+    parameters = {
+        **_common(served),
+        "sequence_outputs": list(SequenceOutputs(served.engine.model).names),
+        "also_accepts": _tables_form(served),
+    }
     return _info(served, f"{served.name}.lookup", inputs, outputs, parameters)
 
 

@@ -31,7 +31,7 @@ RANKING = {
 LOOKUP = {
     "name": "words",
     "tables": [{"name": "words", "dim": 8}],
-    "features": [{"name": "word", "table": "words", "pooling": "none"}],
+    "features": [{"name": "word", "table": "words", "pooling": "none", "max_length": 8}],
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper
 from typer.testing import CliRunner, Result
 
 from hps.cli.main import app
@@ -15,6 +16,7 @@ from hps.cli.model_options import choices, features
 from hps.errors import ConfigError
 from hps.models.importers import TableChoice
 from hps.models.repository import Repository
+from tests.support.onnx_networks import network as onnx_network
 from tests.support.onnx_networks import summing_network
 
 ROWS = np.random.default_rng(0).random((10, 4), np.float32)
@@ -100,6 +102,27 @@ class TestImport:
             "result": "OK",
             "detail": "inputs and outputs match model.yaml",
         }
+
+    def test_network_of_a_padded_feature_takes_its_mask_and_lengths(self, tmp_path, npz, models):
+        history, length = (TensorProto.FLOAT, ["batch", 3, 4]), (TensorProto.FLOAT, ["batch"])
+        nodes = [
+            helper.make_node("Flatten", ["h"], ["flat"], axis=1),
+            helper.make_node("Unsqueeze", ["h.lengths", "one"], ["count"]),
+            helper.make_node("Concat", ["flat", "h.mask", "count", "price"], ["score"], axis=1),
+        ]
+        inputs = {"h": history, "h.mask": 3, "h.lengths": length, "price": 2}
+        one = helper.make_tensor("one", TensorProto.INT64, [1], [1])
+        dense = tmp_path / "net.onnx"
+        dense.write_bytes(onnx_network(nodes, inputs, {"score": 18}, [one]))
+        result = run(
+            "import", npz, "-r", models, "-n", "ctr", "-t", "users=u.weight", "--dense", dense,
+            "-f", "h=users:none:max_length=3",
+        )  # fmt: skip
+        assert result.exit_code == 0, result.stderr
+        spec = Repository(models).open("ctr").spec
+        assert (spec.dense.masks, spec.dense.lengths) == ({"h": "h.mask"}, {"h": "h.lengths"})
+        assert [t.name for t in spec.dense.inputs] == ["price"]
+        assert "padded to 3" in run("inspect", "ctr", "-r", models).stdout
 
     def test_network_that_does_not_fit_writes_nothing(self, tmp_path, npz, models):
         for inputs, message in (

@@ -35,3 +35,20 @@ def test_unusable_watermark_options_are_errors(value):
 def test_watermark_option_names_a_partition_once():
     with pytest.raises(ConfigError, match="--watermark names 'rows/0' twice"):
         watermark(["rows/0=5", "rows/00=6"])
+
+
+def test_feature_option_pads_vectors():
+    first, last, rejecting = features(
+        [
+            "a=users:none:max_length=3:keep_first",
+            "b=users:none:max_length=4:keep_last",
+            "c=users:none:max_length=5",
+        ]
+    )
+    assert [f.max_length for f in (first, last, rejecting)] == [3, 4, 5]
+    found = [f.truncation for f in (first, last, rejecting)]
+    assert found == ["keep_first", "keep_last", "reject"]
+    with pytest.raises(ConfigError, match=r"--feature a: .*set it to none"):
+        features(["a=users:max_length=3"])
+    with pytest.raises(ConfigError, match=r"unknown option 'keep_both'; expected .*keep_last"):
+        features(["a=users:none:max_length=3:keep_both"])

@@ -149,6 +149,41 @@ MISTAKES = [
         ":7: features[1].pooling: expected sum, mean, sqrtn or none, found",
     ),
     ("pooling: none", "max_norm: 0", ":7: features[1].max_norm: expected a number above 0"),
+    (
+        "pooling: none",
+        "pooling: none, truncation: keep_last",
+        ":7: features[1].truncation: is keep_last, but max_length is not set",
+    ),
+    (
+        "pooling: none",
+        "pooling: none, hotness: 2, max_length: 3",
+        ":7: features[1].max_length: is for any number of keys per sample, but hotness is 2",
+    ),
+    (
+        "pooling: mean",
+        "pooling: mean, max_length: 3",
+        ":8: features[2].max_length: pads vectors that are not pooled, but pooling is mean",
+    ),
+    (
+        "pooling: none",
+        "pooling: none, max_length: 0",
+        ":7: features[1].max_length: expected a whole number from 1 to 1000000",
+    ),
+    (
+        "{user_id: user_vector}",
+        "{user_id: user_vector}\n  masks: {shown_url: m}",
+        ":12: dense.masks.shown_url: names feature 'shown_url', which has no max_length",
+    ),
+    (
+        "{user_id: user_vector}",
+        "{user_id: user_vector}\n  lengths: {shown: m}",
+        ":12: dense.lengths.shown: names feature 'shown', which does not exist",
+    ),
+    (
+        "{user_id: user_vector}",
+        "{user_id: user_vector}\n  masks: {shown_url: user_vector}",
+        ":12: dense.masks.shown_url: network input 'user_vector' already receives feature 'user_id'",
+    ),
     ("dim: 2", "dim: 0", ":4: tables[1].dim: expected a whole number from 1 to 65536, found 0"),
     (
         "name: ctr",
@@ -326,3 +361,13 @@ def test_inconsistent_override_is_rejected(
     with pytest.raises(ConfigError) as error:
         apply_override(spec, override(**data))
     assert str(error.value).startswith(line)
+
+
+def test_padded_feature_reserves_the_names_of_its_outputs(path: Path) -> None:
+    text = (
+        "name: m\ntables: [{name: mask, dim: 1}, {name: wide, dim: 1}]\n"
+        "features: [{name: f, table: [mask, wide], pooling: none, max_length: 3}]\n"
+    )
+    assert "'<feature>.mask', which is reserved" in mistakes(path, text)[0]
+    path.write_text(text.replace(", max_length: 3", ""))
+    assert load_model_spec(path).features[0].vectors == {"f.mask": "mask", "f.wide": "wide"}

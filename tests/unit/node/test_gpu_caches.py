@@ -195,6 +195,48 @@ def test_model_with_max_norm_is_served_from_the_host(tmp_path, monkeypatch):
     np.testing.assert_allclose(np.linalg.norm(user, axis=1), 2, rtol=1e-6)
 
 
+def test_model_with_padded_vectors_is_predicted_from_the_host(tmp_path, monkeypatch, caplog):
+    last = {"hotness": None, "max_length": 3, "truncation": "keep_last"}
+    features = [*FEATURES[:-1], FEATURES[-1].model_copy(update=last)]
+    inputs = {"user": 4, "item": 2, "seen": 2, "price": 1, "last": (T.FLOAT, ["batch", 3, 4])}
+    nodes = [
+        h.make_node("Flatten", ["last"], ["flat"], axis=1),
+        h.make_node("Concat", ["user", "item", "seen", "price", "flat", "mask"], ["all"], axis=1),
+    ]
+    onnx = onnx_networks.network(nodes, {**inputs, "mask": 3}, {"all": 24})
+    dense = DenseSpec(
+        inputs=DENSE.inputs,
+        masks={"last": "mask"},
+        outputs=[TensorSpec(name="all", shape=[-1, 24])],
+    )
+    spec = ModelSpec(name="m", tables=TABLES, features=features, dense=dense)
+    keys = np.arange(HELD)
+    held = {table.name: (keys, rows(keys, table.dim)) for table in TABLES}
+    write_version(tmp_path / "models", spec, 1, held, dense=onnx)
+    models = {"repository": str(tmp_path / "models"), "warm_up_s": 0}
+    twin_device.install(monkeypatch, 1)
+    features, dense = request_of(keys[:200], 3)
+    features["last"] = [[1], [], [2, 3, 4, 5]]
+    outputs = []
+    caplog.set_level(logging.INFO, logger="hps.node.gpu_models")
+    for use in ("required", "off"):
+        gpu = {"use": use, "share": 1.0}
+        tiers = {"gpu": gpu, "rocksdb": {"path": str(tmp_path / "db"), "guard": PATIENT_GUARD}}
+        with hps.open({"models": models, "tiers": tiers}) as node:
+            outputs.append(node.predict("m", features, dense).outputs["all"])
+            assert not node.model("m").pipeline.is_scheduled
+            if use == "required":
+                there = node.lookup_on_device("m", {"last": features["last"]}).vectors["last"]
+                expected = rows(np.array([1, 2, 3, 4, 5]) + 5, 4)
+                assert np.asarray(there).tobytes() == expected.tobytes()
+    assert "model m: a feature has max_length; predictions pad its vectors" in caplog.text
+    assert outputs[0].tobytes() == outputs[1].tobytes()
+    assert outputs[0][:, -3:].tolist() == [[1, 0, 0], [0, 0, 0], [1, 1, 1]]
+    last = outputs[0][:, 9:-3].reshape(3, 3, 4)
+    assert last[0].tobytes() == np.vstack([rows([6], 4), np.zeros((2, 4), np.float32)]).tobytes()
+    assert last[2].tobytes() == rows([8, 9, 10], 4).tobytes()
+
+
 @pytest.mark.parametrize("gpus", [1, pytest.param(None, marks=pytest.mark.gpu)])
 def test_feature_with_several_tables_is_fed_from_the_device(tmp_path, monkeypatch, gpus):
     features = [FeatureSpec(name="ad", table=["users", "items"])]
