@@ -12,7 +12,7 @@ from uuid import UUID
 from hps.cgroups import free_host_bytes
 from hps.cuda import layout
 from hps.cuda.layout import GpuTableShape
-from hps.cuda.loader import cupy
+from hps.cuda.loader import check_architecture, cupy
 from hps.errors import ConfigError, GpuUnavailable
 from hps.types import EmbeddingTable
 
@@ -31,10 +31,12 @@ def free_bytes() -> int:
 def free_bytes_on(device: int) -> int:
     """Return the free bytes of ``device``, as `free_bytes` does.
 
-    Raises GpuUnavailable if this process cannot use the device: a context alone takes half a gigabyte."""
+    Raises GpuUnavailable if this process cannot use the device: a context alone takes half a gigabyte, and an
+    old device does not run the kernels."""
     cp = cupy()
     try:
         with cp.cuda.Device(device):
+            check_architecture(device)
             return free_bytes()
     except cp.cuda.runtime.CUDARuntimeError as error:
         raise GpuUnavailable(
