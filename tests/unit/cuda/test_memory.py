@@ -123,6 +123,8 @@ def test_failed_pinned_allocation_reports_rows_that_fit(device, host_rows):
     )
     assert message in str(error.value)
     assert "lower tiers.gpu.host_bytes" in str(error.value)
+    refused = "the driver refused them (cudaErrorMemoryAllocation: out of memory), and this process may lock"
+    assert (refused in str(error.value)) == (size < FREE_HOST)
     assert suggested_rows(error) == int(min(size, FREE_HOST) * 0.95) // 256
 
 
