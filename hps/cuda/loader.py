@@ -37,6 +37,7 @@ FILES = {
     "pool_rows_kernel": "pool.cu",
     "pool_warp_kernel": "pool_warp.cu",
     "decode_warp_kernel": "pool_warp.cu",
+    "partition_kernel": "partition.cu",
     "scatter_kernel": "scatter.cu",
     "place_kernel": "scatter.cu",
     "scored_write_kernel": "scored_table.cu",

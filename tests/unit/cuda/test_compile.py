@@ -55,6 +55,7 @@ EXPRESSIONS = {
             ),
         )
     ],
+    "partition.cu": ["partition_kernel"],
     "scatter.cu": [
         f"{name}<{tile}, {unit}>"
         for name in ("scatter_kernel", "place_kernel")
