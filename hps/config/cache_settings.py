@@ -82,7 +82,8 @@ class GpuCacheSettings(StrictModel):
     capacity_bytes: int = Field(1 << 30, ge=0)
     """Bytes per GPU, divided among the tables by their sizes unless `gpu_rows` or `share` is set."""
     host_bytes: int = Field(0, ge=0)
-    """Pinned host memory in bytes per GPU for further rows, which the GPU reads directly."""
+    """Pinned host memory in bytes per GPU for further rows, which the GPU reads directly; what other tables
+    leave of it has rows of static ones."""
     share: float | None = Field(None, gt=0, le=1)
     """Capacity as a share of each table's rows instead of bytes, including pinned memory."""
     eviction: GpuEviction = "lru"
@@ -108,6 +109,3 @@ class GpuCacheSettings(StrictModel):
         if self.epoch_s is not None and self.eviction != "lfu":
             message = f"needs eviction lfu, found {self.epoch_s:g} with eviction {self.eviction}"
             yield finding("epoch_s", message, "eviction")
-        if self.static and self.host_bytes:
-            message = f"is {self.host_bytes}, but static tables are entirely in GPU memory"
-            yield finding("host_bytes", message, "static")

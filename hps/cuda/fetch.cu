@@ -291,7 +291,7 @@ __device__ __forceinline__ u32 first_key(const FetchPart& p) {
 
 // Blocks of a multiprocessor: as many as leave enough registers. Odd units are those of copy_words.
 __device__ constexpr int resident_blocks(int units, int form) {
-  return units == 32 ? 4 : units & 1 || is_batched(form) ? 6 : 8;
+  return units == 32 ? 4 : units & 1 || is_batched(form) ? 6 : MOST_BLOCKS;
 }
 
 // Reports the number of misses and, above it, the launch's sequence number to the host, which may

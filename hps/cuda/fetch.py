@@ -290,21 +290,30 @@ class DirectFetch:
         out: Any,
         misses: Any,
         variant: FetchVariant = _ROWS,
+        *,
+        positions: Any = None,
+        source: Any = None,
     ) -> None:
         """Fetch ``keys (n,)``, n > 0, to ``out (n, dim)`` or, for ``launch.NUMBERS``, ``(n,) uint32``.
 
         ``misses (4 + n,) uint32``: [0] must be zero and counts the misses; their positions follow from [4]
-        on, unordered.
+        on, unordered. With ``launch.VECTORS``, ``positions (m,) int64``, m > 0, are those of the keys to
+        fetch and of their rows in ``out``, and ``misses`` are places in ``positions``; ``source (n,) uint8``
+        receives a code for each row. ``keys``, ``positions``, ``out`` and ``source`` may be in the memory
+        of another device, to which the current one has peer access.
         """
         numbers = variant.form == launch.NUMBERS
-        tile = variant.tile or tile_of(4 if numbers else table.table.row_bytes, len(keys))
+        n = len(keys if positions is None else positions)
+        tile = variant.tile or tile_of(4 if numbers else table.table.row_bytes, n)
         args = KernelStruct(FETCH_ARGS)
         args["misses"], args["miss_count"] = misses.data.ptr + 16, misses.data.ptr
         args["parts"] = 1
         part = args["part"][0]
         part["lines"], part["rows"], part["host_rows"], part["row_versions"] = table.pointers
         part["buckets"], part["stride"], part["row_bytes"], part["on_device"] = table.sizes
-        part["keys"], part["out"], part["n"] = keys.data.ptr, out.data.ptr, len(keys)
+        part["keys"], part["out"], part["n"] = keys.data.ptr, out.data.ptr, n
+        part["positions"] = 0 if positions is None else positions.data.ptr
+        part["source"] = 0 if source is None else source.data.ptr
         part["now"], part["policy"], part["code"] = (
             table.clock.now,
             table.clock.stamping,
@@ -312,7 +321,7 @@ class DirectFetch:
         )
         unit = 16 if numbers else unit_of(table.table.row_bytes | out.data.ptr)
         kernels = self._kernels_for(table, variant, tile, unit)
-        stream, blocks, later = cupy().cuda.get_current_stream(), blocks_of(len(keys), tile), None
+        stream, blocks, later = cupy().cuda.get_current_stream(), blocks_of(n, tile), None
         windows = 1
         if variant.form == launch.ROWS:
             windows = windows_of(table.shape.host_bytes, len(keys))

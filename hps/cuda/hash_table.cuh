@@ -22,6 +22,10 @@ constexpr u32 NO_ROW = 0xffffffffu;
 constexpr int COUNT_BITS = 20;
 constexpr int POLICY_BITS = 8;
 constexpr int BLOCK = 256;  // threads of a block, in every kernel
+// The blocks for which a multiprocessor has threads: 1,536 on sm_86 to sm_89 and from sm_120 on,
+// otherwise 2,048.
+constexpr int MOST_BLOCKS =
+    (__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1200 ? 6 : 8;
 
 constexpr int NONE = 0;  // policies, layout.py's Policy.rule
 constexpr int LRU = 1;

@@ -129,6 +129,15 @@ PLACE_ARGS = np.dtype(
     ],
     align=True,
 )
+PARTITION_ARGS = np.dtype(
+    [
+        *(
+            (name, np.uint64)
+            for name in ("keys", "positions", "count", "lists", "grouped", "counts")
+        ),
+        *((name, np.uint32) for name in ("n", "owners", "left_out", "unused")),
+    ]
+)
 COMBINERS: Mapping[Pooling, int] = {"none": 0, "sum": 0, "mean": 1, "sqrtn": 2}
 """``combiner`` of `POOL_PART` and `BAGS_PART`, as in ``pool.cuh``; what is not pooled is a sum of one row."""
 COUNT_ARGS = np.dtype(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.errors import Unsupported
+from hps.errors import GpuUnavailable, Unsupported
 
 FOLDER = Path(__file__).resolve().parent
 DEVICES = Path("/dev")
@@ -37,6 +37,7 @@ FILES = {
     "pool_rows_kernel": "pool.cu",
     "pool_warp_kernel": "pool_warp.cu",
     "decode_warp_kernel": "pool_warp.cu",
+    "partition_kernel": "partition.cu",
     "scatter_kernel": "scatter.cu",
     "place_kernel": "scatter.cu",
     "scored_link_kernel": "scored_write.cu",
@@ -47,6 +48,9 @@ FILES = {
 """Kernel -> the file that holds it."""
 
 BLOCK = 256
+ARCHITECTURES = (80, 89, 90, 100, 120)
+"""The compute capabilities, times ten, for which the tests compile every kernel. Devices below the first one
+have no asynchronous copies to shared memory and no cache policies, which the kernels use."""
 
 
 @cache
@@ -91,6 +95,17 @@ def missing_requirement() -> str | None:
 def device_count() -> int:
     """Return the number of GPUs that this process sees. Raises Unsupported without any."""
     return int(cupy().cuda.runtime.getDeviceCount())
+
+
+def check_architecture(device: int) -> None:
+    """Raise GpuUnavailable unless the kernels can run on ``device``."""
+    capability = int(cupy().cuda.Device(device).compute_capability)
+    if capability < ARCHITECTURES[0]:
+        found, least = (f"{each // 10}.{each % 10}" for each in (capability, ARCHITECTURES[0]))
+        raise GpuUnavailable(
+            f"GPU {device} has compute capability {found}, and the GPU cache's kernels need {least} (A100) "
+            "or newer; name another GPU in tiers.gpu.devices, or set tiers.gpu.use: off"
+        )
 
 
 def missing_device(numbers: Iterable[int], count: int) -> str | None:
@@ -160,13 +175,15 @@ class CudaKernel:
 def kernel(expression: str, defines: tuple[str, ...] = ()) -> CudaKernel:
     """Return a kernel by name, for example ``gather_kernel<8, 16>``, for the current device.
 
-    ``defines`` (``NAME=VALUE``) make special builds for tests.
+    ``defines`` (``NAME=VALUE``) make special builds for tests. Raises GpuUnavailable for a device that is too
+    old.
     """
     return _kernel(cupy().cuda.runtime.getDevice(), expression, defines)
 
 
 @cache
-def _kernel(_device: int, expression: str, defines: tuple[str, ...]) -> CudaKernel:
+def _kernel(device: int, expression: str, defines: tuple[str, ...]) -> CudaKernel:
+    check_architecture(device)
     code = (FOLDER / FILES[expression.partition("<")[0]]).read_text()
     flags = (*options(), *(f"-D{define}" for define in defines))
     module = cupy().RawModule(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import resource
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from uuid import UUID
 from hps.cgroups import free_host_bytes
 from hps.cuda import layout
 from hps.cuda.layout import GpuTableShape
-from hps.cuda.loader import cupy
+from hps.cuda.loader import check_architecture, cupy
 from hps.errors import ConfigError, GpuUnavailable
 from hps.types import EmbeddingTable
 
@@ -31,10 +32,12 @@ def free_bytes() -> int:
 def free_bytes_on(device: int) -> int:
     """Return the free bytes of ``device``, as `free_bytes` does.
 
-    Raises GpuUnavailable if this process cannot use the device: a context alone takes half a gigabyte."""
+    Raises GpuUnavailable if this process cannot use the device: a context alone takes half a gigabyte, and an
+    old device does not run the kernels."""
     cp = cupy()
     try:
         with cp.cuda.Device(device):
+            check_architecture(device)
             return free_bytes()
     except cp.cuda.runtime.CUDARuntimeError as error:
         raise GpuUnavailable(
@@ -85,7 +88,10 @@ def pinned(table: EmbeddingTable, shape: GpuTableShape) -> Any:
     try:
         return cp.cuda.PinnedMemoryPointer(cp.cuda.PinnedMemory(size), 0)
     except cp.cuda.runtime.CUDARuntimeError as error:
-        raise _too_much_pinned(table, shape) from error
+        allowed = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        limit = "any number" if allowed == resource.RLIM_INFINITY else f"{allowed:,}"
+        why = f"; the driver refused them ({error}), and this process may lock {limit} (ulimit -l)"
+        raise _too_much_pinned(table, shape, why) from error
 
 
 def out_of_memory_error(table: EmbeddingTable, shape: GpuTableShape) -> GpuUnavailable:
@@ -101,13 +107,14 @@ def out_of_memory_error(table: EmbeddingTable, shape: GpuTableShape) -> GpuUnava
     )
 
 
-def _too_much_pinned(table: EmbeddingTable, shape: GpuTableShape) -> ConfigError:
+def _too_much_pinned(table: EmbeddingTable, shape: GpuTableShape, why: str = "") -> ConfigError:
     size, free = shape.host_bytes, free_host_bytes()
     fitting = suggested_bytes(free, size)
     return ConfigError(
         f"the GPU cache of table {table.id} needs {size:,} bytes of pinned host memory for "
-        f"{shape.host_rows:,} rows, and {free:,} are free on the host; at most {fitting // shape.stride:,} "
-        f"rows fit, in {fitting:,} bytes: lower tiers.gpu.host_bytes (or host_rows) to that"
+        f"{shape.host_rows:,} rows, and {free:,} are free on the host{why}; at most "
+        f"{fitting // shape.stride:,} rows fit, in {fitting:,} bytes: lower tiers.gpu.host_bytes (or "
+        "host_rows) to that"
     )
 
 

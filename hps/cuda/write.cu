@@ -358,7 +358,7 @@ __device__ __forceinline__ void store_score(const WriteArgs& a, u32 i, const Pla
 // Writes each winning key into a spare row, before the row is published in a slot. Updates skip
 // keys that are not resident. A tile of 4 threads per key.
 template <int UNIT, bool UPDATE, bool SCORED>
-__global__ void __launch_bounds__(BLOCK, UPDATE ? 8 : 6)
+__global__ void __launch_bounds__(BLOCK, UPDATE ? MOST_BLOCKS : 6)
     write_kernel(const __grid_constant__ WriteArgs a) {
   __shared__ u32 counted[3];
   if (threadIdx.x < 3) counted[threadIdx.x] = 0;

@@ -228,6 +228,26 @@ def gpu_chain(_path: Path, tables: TableSet) -> Any:
     return OnHost(TierChain([cache, HostBridge(memory(Source.ROCKSDB))]))
 
 
+def gpu_split(_path: Path, tables: TableSet) -> Any:
+    """Two arrays on one device, each with the rows of its keys."""
+    from hps.tiers.gpu.cache import GpuCache
+    from hps.tiers.gpu.split import GpuSplit
+
+    return GpuSplit([GpuCache(dict.fromkeys(tables, 2 * ROWS)) for _ in range(2)])
+
+
+def split_twin(_path: Path, tables: TableSet) -> Any:
+    """The same over twins of caches."""
+    from hps.tiers.gpu.split import GpuSplit
+    from tests.support import twin_device
+
+    caches = [twin_device.Cache(0) for _ in range(2)]
+    for cache in caches:
+        for table in tables:
+            cache.add_table(table, 2 * ROWS)
+    return GpuSplit(caches)
+
+
 def gpu_bridge(_path: Path, tables: TableSet) -> Any:
     from hps.tiers.gpu.host_bridge import HostBridge
 
@@ -253,6 +273,8 @@ TIERS = {
     "cpu_cache_float16": TierCase(cpu_cache, CPU, np.float16),
     "gpu_cache": TierCase(gpu_cache, frozenset({Source.GPU})),
     "gpu_cache_float16": TierCase(gpu_cache, frozenset({Source.GPU}), np.float16),
+    "gpu_split": TierCase(gpu_split, frozenset({Source.GPU})),
+    "split_twin": TierCase(split_twin, frozenset({Source.GPU})),
     "gpu_bridge": TierCase(gpu_bridge, CPU),
     "gpu_chain": TierCase(gpu_chain, frozenset({Source.GPU, Source.ROCKSDB})),
     "node": TierCase(node, ROCKS),

@@ -56,7 +56,10 @@ NO_KAFKA = f"update_source.type is not {KAFKA}"
 IMMEDIATE = "updates that have arrived are applied immediately, as one batch"
 STREAM = "every request on a GPU runs on a stream of the node and waits for no other stream"
 ONE_CACHE = "there is one GPU cache, which supports 64-bit keys and updates"
-PINNED = "static tables are in GPU memory; rows in pinned host memory are tiers.gpu.host_bytes"
+PINNED = (
+    "static tables are in GPU memory; with tiers.gpu.host_bytes of their size, they are in pinned "
+    "host memory"
+)
 DENSE = (
     "HugeCTR's dense networks are not run; export the network to ONNX and put it into a model "
     "repository"

@@ -98,7 +98,7 @@ class GpuCache(GpuTables):
         for part in parts:
             table = self._tables.get(part.table)
             if table is not None:
-                check_part(part, device)
+                check_part(part, device, self.peers)
                 if len(part.missing):
                     own = plain if part.versions is None else versioned
                     own[0].append(part)

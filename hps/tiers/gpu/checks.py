@@ -6,6 +6,7 @@ Nothing is converted. All functions raise BadRequest before any launch, and are 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -78,10 +79,13 @@ def _are_offsets(offsets: NDArray[np.int64], n: int) -> bool:
     return bool(offsets[0] == 0 and offsets[-1] == n and (np.diff(offsets) >= 0).all())
 
 
-def check_part(part: Part, device: int) -> None:
-    """Check every array of ``part``; outputs must be on ``device``.
+def check_part(part: Part, device: int, peers: Collection[int] = ()) -> None:
+    """Check every array of ``part``; outputs must be on ``device``, or all arrays on one of its ``peers``.
 
     CuPy views replace other libraries' arrays in ``part``."""
+    if peers and isinstance(part.out, cupy().ndarray):
+        there = cast(Any, part.out.data).device_id
+        device = there if there in peers else device
     if _is_valid(part, device):
         return
     table, n = part.table, len(part.keys)

@@ -73,8 +73,8 @@ def plan_gpu(
 
     A table with a capacity of its own gets exactly that. All others get the same share of their rows:
     ``share``, else the largest share for which everything fits into ``capacity_bytes`` on the device. Up to
-    ``host_bytes`` of the rows, the same fraction of each table, are placed in pinned host memory. An empty
-    table counts as `EMPTY_TABLE_ROWS`.
+    ``host_bytes`` of the rows, the same fraction of each table, are placed in pinned host memory; those of
+    static tables only if bytes are left over by the others. An empty table counts as `EMPTY_TABLE_ROWS`.
 
     A table with capacity for all of its rows gets so many slots that each row finds one, or as many as fit
     into ``capacity_bytes`` and ``free_bytes``, those that are free on the device (None: unknown).
@@ -97,7 +97,7 @@ def plan_gpu(
         raise ConfigError(
             f"tiers.gpu: the tables with gpu_rows, gpu_share or gpu_static take {device_bytes(own_size):,} "
             f"bytes of the GPU's memory, and tiers.gpu.capacity_bytes is {capacity_bytes:,}; raise it to "
-            "that, or ask for less"
+            "that, put rows into pinned host memory (tiers.gpu.host_bytes), or ask for less"
         )
     return plan
 
@@ -141,7 +141,11 @@ def check_fits(plan: Plan, free_bytes: int, device: int) -> None:
         f"the GPU cache needs {needed:,} bytes on GPU {device}, and {free_bytes:,} are free there; the "
         f"largest table is {largest.id} with {plan[largest].rows:,} rows in {size:,} bytes. Lower "
         f"tiers.gpu.capacity_bytes to at most {free_bytes:,}"
-        + (", or serve it without gpu_static" if plan[largest].static else ", or tiers.gpu.share")
+        + (
+            ", put its rows into pinned memory (tiers.gpu.host_bytes), or serve it without gpu_static"
+            if plan[largest].static
+            else ", or tiers.gpu.share"
+        )
     )
 
 
@@ -182,16 +186,29 @@ def _plan_at(
 ) -> Plan:
     """Plan for a ``share`` of the rows; ``load``: rows per slot of tables with capacity for all of theirs."""
     rows = {table: _rows(request, share) for table, request in requests.items()}
-    movable = [table for table, request in requests.items() if not request.static]
-    total = sum(_row_bytes(movable, rows))
-    part = min(1.0, host_bytes / total) if total else 0.0
+    host_rows = _host_rows(requests, rows, host_bytes)
     plan = {}
     for table, request in requests.items():
         n, static = rows[table], request.static and rows[table] > 0
         table_load = ROOMY_LOAD if static else load if n >= request.table_rows else _PACKED
-        host_rows = 0 if request.static else int(part * n)
-        plan[table] = GpuTablePlan(n, host_rows, request.policy, static, table_load)
+        plan[table] = GpuTablePlan(n, host_rows[table], request.policy, static, table_load)
     return plan
+
+
+def _host_rows(
+    requests: Mapping[EmbeddingTable, GpuTableRequest],
+    rows: Mapping[EmbeddingTable, int],
+    host_bytes: int,
+) -> dict[EmbeddingTable, int]:
+    """Return how many of each table's ``rows`` are in pinned host memory: static ones after all others."""
+    found: dict[EmbeddingTable, int] = {}
+    for static in (False, True):
+        group = [table for table, request in requests.items() if request.static is static]
+        total = sum(_row_bytes(group, rows))
+        part = min(1.0, host_bytes / total) if total else 0.0
+        host_bytes -= int(part * total)
+        found |= {table: int(part * rows[table]) for table in group}
+    return found
 
 
 def _rows(request: GpuTableRequest, share: float) -> int:

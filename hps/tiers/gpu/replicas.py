@@ -39,18 +39,23 @@ class GpuReplicas:
             cache.drop_table(table)
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        cache = self.caches[next(self._turn) % len(self.caches)]
+        home = next(self._turn) % len(self.caches)
+        cache = self.caches[home]
         parts = [part for part in parts if len(part.missing) and cache.capacity(part.table)]
         if not parts:
             return
         space = cache.space
         stream = space.take_stream()
         device = space.parts([(part.table, part.keys[part.missing]) for part in parts], stream)
-        cache.fetch(device.parts, FetchContext(ctx.deadline, stream))
+        self._fetch_on(home, device.parts, FetchContext(ctx.deadline, stream))
         reports = device.reports(stream)
         for part, device_part, versions, sources in zip(parts, device.parts, *reports, strict=True):
             _copy_answer(part, device_part, versions, sources, stream)
         space.give_back(stream)
+
+    def _fetch_on(self, home: int, parts: Sequence[Part], ctx: FetchContext) -> None:
+        """Fetch ``parts`` with keys on the host and answers on the device of cache ``home``."""
+        self.caches[home].fetch(parts, ctx)
 
     def insert(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray

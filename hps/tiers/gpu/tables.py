@@ -36,6 +36,8 @@ class GpuTables:
         self._cupy = cupy()
         self._device = CudaDevice(device)
         self.space = DeviceSpace(device)
+        self.peers: frozenset[int] = frozenset()
+        """Other devices whose arrays fetches take: kernels have peer access to their memory."""
         self._tables: dict[EmbeddingTable, GpuTable] = {}
         self._common_rows: CommonRows | None = None
         with self._device, allocate_buffers("its writer"):

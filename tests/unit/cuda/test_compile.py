@@ -1,11 +1,13 @@
-"""Every kernel compiles with NVRTC; no GPU is needed for that."""
+"""Every kernel compiles with NVRTC for every supported architecture; no GPU is needed for that."""
 
 import importlib.metadata
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import gpu_gather, gpu_rows
 from hps.cuda import launch, loader
+from hps.errors import GpuUnavailable
 from hps.row_format import ROW_FORMAT_NAMES
 
 EXPRESSIONS = {
@@ -53,6 +55,7 @@ EXPRESSIONS = {
             ),
         )
     ],
+    "partition.cu": ["partition_kernel"],
     "scatter.cu": [
         f"{name}<{tile}, {unit}>"
         for name in ("scatter_kernel", "place_kernel")
@@ -80,13 +83,57 @@ EXPRESSIONS = {
 }
 
 
+def options_for(architecture, *defines):
+    return [*loader.options(), f"-arch=sm_{architecture}", *(f"-D{each}" for each in defines)]
+
+
+@pytest.mark.parametrize("architecture", loader.ARCHITECTURES)
 @pytest.mark.parametrize("file", EXPRESSIONS)
-def test_every_kernel_compiles_with_nvrtc(nvrtc, file):
-    code = nvrtc.compile(
-        loader.FOLDER / file, [*loader.options(), "-arch=sm_90"], EXPRESSIONS[file]
-    )
+def test_every_kernel_compiles_with_nvrtc(nvrtc, file, architecture):
+    code = nvrtc.compile(loader.FOLDER / file, options_for(architecture), EXPRESSIONS[file])
     for expression in EXPRESSIONS[file]:
         assert expression.partition("<")[0].encode() in code
+
+
+@pytest.mark.parametrize("architecture", loader.ARCHITECTURES)
+def test_the_race_tests_build_compiles(nvrtc, architecture):
+    """Fetches that wait between slot and row, of each form."""
+    names = [
+        launch.fetch_name(4, 16, 0, form, stamp=True, sweep=False)
+        for form in (launch.ROWS, launch.TIER, launch.NUMBERS, launch.VECTORS)
+    ]
+    options = options_for(architecture, "HPS_SLOW_READS=500000")
+    nvrtc.compile(loader.FOLDER / "fetch.cu", options, [*names, launch.sweep_name(4, 16, 0)])
+
+
+def test_older_architectures_do_not_compile(nvrtc):
+    """The least one that the loader accepts is the least one that there is machine code for."""
+    older = min(loader.ARCHITECTURES) - 5
+    name = launch.fetch_name(4, 16, 32, launch.ROWS, stamp=True, sweep=False)
+    with pytest.raises(RuntimeError, match="sm_80"):
+        nvrtc.compile(loader.FOLDER / "fetch.cu", options_for(older), [name])
+
+
+@pytest.mark.parametrize("capability", ["70", "75"])
+def test_device_older_than_the_kernels_is_refused_by_name(monkeypatch, capability):
+    twin = SimpleNamespace(
+        cuda=SimpleNamespace(Device=lambda _: SimpleNamespace(compute_capability=capability))
+    )
+    monkeypatch.setattr(loader, "cupy", lambda: twin)
+    text = rf"GPU 2 has compute capability {capability[0]}\.{capability[1]}.* need 8\.0"
+    with pytest.raises(GpuUnavailable, match=text):
+        loader.check_architecture(2)
+    with pytest.raises(GpuUnavailable, match=text):
+        loader._kernel(2, "count_kernel", ())
+
+
+@pytest.mark.parametrize("capability", ["80", "86", "90", "100", "120"])
+def test_newer_devices_are_accepted(monkeypatch, capability):
+    twin = SimpleNamespace(
+        cuda=SimpleNamespace(Device=lambda _: SimpleNamespace(compute_capability=capability))
+    )
+    monkeypatch.setattr(loader, "cupy", lambda: twin)
+    loader.check_architecture(0)
 
 
 def test_compile_error_names_the_faulty_kernel(nvrtc, tmp_path):
@@ -121,7 +168,7 @@ def test_the_benchmarks_decoding_gathers_compile(nvrtc):
         for dim in gpu_rows.DIMS
         for rows, block in gpu_rows.SHAPES
     ]
-    nvrtc.compile(gpu_rows.SOURCE, [*loader.options(), "-arch=sm_90"], names)
+    nvrtc.compile(gpu_rows.SOURCE, options_for(90), names)
 
 
 def test_the_benchmarks_gathers_compile(nvrtc):

@@ -49,6 +49,7 @@ def test_bucket_is_128_bytes_and_slot_is_16():
         ("pool.cuh", "PoolPart", launch.POOL_PART),
         ("pool.cu", "BagsPart", launch.BAGS_PART),
         ("scatter.cu", "ScatterPart", launch.SCATTER_PART),
+        ("partition.cu", "PartitionArgs", launch.PARTITION_ARGS),
     ],
 )
 def test_argument_structs_match_their_numpy_dtypes(file, struct, dtype):

@@ -1,6 +1,7 @@
 """Errors of failed allocations, with an allocator that fails; no GPU is needed."""
 
 import subprocess
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -123,6 +124,8 @@ def test_failed_pinned_allocation_reports_rows_that_fit(device, host_rows):
     )
     assert message in str(error.value)
     assert "lower tiers.gpu.host_bytes" in str(error.value)
+    refused = "the driver refused them (cudaErrorMemoryAllocation: out of memory), and this process may lock"
+    assert (refused in str(error.value)) == (size < FREE_HOST)
     assert suggested_rows(error) == int(min(size, FREE_HOST) * 0.95) // 256
 
 
@@ -159,6 +162,22 @@ def test_gpu_that_cannot_be_used_is_named(monkeypatch):
     monkeypatch.setattr(memory, "cupy", lambda: twin)
     with pytest.raises(GpuUnavailable, match=r"GPU 3 cannot be used: cudaErrorMemoryAllocation"):
         memory.free_bytes_on(3)
+
+
+def test_gpu_that_is_too_old_is_refused_before_anything_is_allocated(monkeypatch):
+    @contextmanager
+    def use(_device):
+        yield
+
+    def refuse(device):
+        raise GpuUnavailable(f"GPU {device} has compute capability 7.5")
+
+    runtime = SimpleNamespace(CUDARuntimeError=NoMemory)
+    twin = SimpleNamespace(cuda=SimpleNamespace(Device=use, runtime=runtime))
+    monkeypatch.setattr(memory, "cupy", lambda: twin)
+    monkeypatch.setattr(memory, "check_architecture", refuse)
+    with pytest.raises(GpuUnavailable, match="GPU 1 has compute capability"):
+        memory.free_bytes_on(1)
 
 
 def test_unused_memory_is_released_on_every_device_after_a_garbage_collection(monkeypatch):

@@ -952,6 +952,18 @@ def test_static_table_is_filled_from_the_files_unless_rows_were_written(open_nod
     np.testing.assert_array_equal(vectors, [[9] * 4, *rows([6], 4)])
 
 
+def test_static_tables_are_in_pinned_memory_as_a_whole_if_it_has_room(open_node):
+    gpu = {"static": True, "capacity_bytes": 1 << 20, "host_bytes": 1 << 20, "fill": 0.0}
+    node, (cache,) = open_node(gpu=gpu, cpu={"warm": False})
+    for name in ("users", "items"):
+        table = table_of(node, name)
+        place = cache.places[table]
+        assert (place["static"], place["host_rows"]) == (True, place["rows"])
+        assert cache.keys_of(table) == list(range(HELD))
+    vectors = node.lookup_on_device("m", {"user": np.array([5, 6])}).vectors["user"]
+    np.testing.assert_array_equal(vectors, rows([5, 6], 4))
+
+
 def test_static_table_with_update_streams_raises_config_error(open_node):
     kafka = {"kafka": {"brokers": "127.0.0.1:1"}}
     with pytest.raises(ConfigError, match=r"m/1/users is static .* gpu_static: false"):

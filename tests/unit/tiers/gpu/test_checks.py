@@ -73,6 +73,29 @@ def test_invalid_part_is_rejected(others, message):
         check_part(part(**others), 0)
 
 
+def on(device):
+    """Arrays of a part on ``device``."""
+    return {
+        "out": Array(np.zeros((3, 4), np.float32), device),
+        "versions": Array(np.zeros(3, np.uint64), device),
+        "source": Array(np.zeros(3, np.uint8), device),
+    }
+
+
+def test_arrays_of_a_peer_are_accepted_all_or_none():
+    peers = frozenset({1, 2})
+    check_part(part(), 0, peers)
+    check_part(part(**on(2)), 0, peers)
+    check_part(part(**on(2), keys=Array(np.arange(3), 2)), 0, peers)
+    with pytest.raises(BadRequest, match="out is on device 3, the cache on 0"):
+        check_part(part(**on(3)), 0, peers)
+    with pytest.raises(BadRequest, match="out is on device 2, the cache on 0"):
+        check_part(part(**on(2)), 0)
+    for name in ("versions", "source"):
+        with pytest.raises(BadRequest, match=f"{name} is on device 0"):
+            check_part(part(**(on(2) | {name: on(0)[name]})), 0, peers)
+
+
 def test_device_arrays_of_other_libraries_are_used_in_place():
     values = np.arange(3)
     theirs = SimpleNamespace(__cuda_array_interface__={}, values=values)

@@ -5,6 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hps.cuda import layout
+from hps.cuda.launch import windows_of
 from hps.cuda.layout import MOST_ROOMY_LOAD, ROOMY_LOAD, EvictionPolicy
 from hps.errors import ConfigError
 from hps.tiers.gpu.plan import (
@@ -103,6 +105,50 @@ def test_static_tables_are_complete_and_on_device():
     assert plan[LARGE].policy is EvictionPolicy.LRU
     empty = plan_gpu({SMALL: GpuTableRequest(0, static=True)}, capacity_bytes=1 << 20)
     assert (empty[SMALL].rows, empty[SMALL].static) == (0, False)
+
+
+def test_static_table_is_in_pinned_memory_as_a_whole_if_it_has_room():
+    tables = {LARGE: GpuTableRequest(100_000, static=True)}
+    plan = plan_gpu(tables, capacity_bytes=6 << 20, host_bytes=100_000 * 256)
+    place, shape = plan[LARGE], plan[LARGE].shape(LARGE)
+    assert (place.rows, place.host_rows, place.static) == (100_000, 100_000, True)
+    assert shape.host_bytes == host_bytes_of(plan) == 25_600_000
+    assert device_bytes(plan) < 60 * 100_000
+    with pytest.raises(
+        ConfigError, match=r"put rows into pinned host memory \(tiers.gpu.host_bytes\)"
+    ):
+        plan_gpu(tables, capacity_bytes=6 << 20)
+    half = plan_gpu(tables, capacity_bytes=20 << 20, host_bytes=50_000 * 256)
+    assert (half[LARGE].rows, half[LARGE].host_rows) == (100_000, 50_000)
+
+
+def test_static_table_of_100_gb_takes_its_keys_on_the_device():
+    """Row numbers, windows and sizes fit their fields."""
+    rows = 400_000_000
+    plan = plan_gpu(
+        {LARGE: GpuTableRequest(rows, static=True)}, capacity_bytes=24 << 30, host_bytes=110 << 30
+    )
+    shape = plan[LARGE].shape(LARGE)
+    assert shape.host_bytes == 256 * rows > 100 * 10**9
+    assert 48 * rows < device_bytes(plan) < 52 * rows
+    assert shape.rows < layout.ROW_MASK
+    assert 100 < windows_of(shape.host_bytes, 1 << 20) < 1 << 16
+    with pytest.raises(ConfigError, match=r"needs 102,400,000,000 bytes of pinned host memory"):
+        check_pinned(plan, 1, 64 << 30)
+
+
+def test_pinned_memory_has_rows_of_static_tables_only_if_the_others_leave_some():
+    tables = {SMALL: GpuTableRequest(100_000, static=True), LARGE: GpuTableRequest(100_000)}
+    sizes = {"capacity_bytes": 1 << 30}
+    all_of_large = 100_000 * 256
+    for host_bytes, expected in [
+        (all_of_large // 2, [0, 50_000]),
+        (all_of_large, [0, 100_000]),
+        (all_of_large + 50_000 * 32, [50_000, 100_000]),
+        (1 << 40, [100_000, 100_000]),
+    ]:
+        plan = plan_gpu(tables, host_bytes=host_bytes, **sizes)
+        assert [place.host_rows for place in plan.values()] == expected
 
 
 def test_settings_beyond_capacity_are_rejected_with_both_sizes():
