@@ -101,9 +101,10 @@ check-aarch64: setup
 
 # What the tests use beside the product. What can't be had here is named and its tests skip; in
 # continuous integration (CI is set) they fail.
-# PyTorch, in the environment of FBGEMM, is a download of 2 GB: only there, or by make bench-peers.
+# PyTorch, in the environment of FBGEMM, is a download of 2 GB, Keras with TensorFlow one of 300 MB: only there, or by
+# make bench-peers.
 test-services: setup
-	@for part in perf_analyzer kafka triton kserve $(CHART_TOOLS) $(if $(CI),fbgemm); do $(BIN)/python -m benchmarks.peers $$part || echo "Its tests will be skipped."; done
+	@for part in perf_analyzer kafka triton kserve $(CHART_TOOLS) $(if $(CI),fbgemm keras); do $(BIN)/python -m benchmarks.peers $$part || echo "Its tests will be skipped."; done
 	@for tool in redis-server openssl curl; do command -v $$tool >/dev/null || tools/install $$tool || echo "Its tests will be skipped."; done
 	@command -v promtool >/dev/null || tools/install prometheus || echo "Its tests will be skipped."
 

@@ -171,6 +171,7 @@ PERF_ANALYZER = Environment("perf_analyzer", _finish_perf_analyzer)
 FEAST = Environment("feast", lambda _folder: None)
 FBGEMM = Environment("fbgemm", lambda _folder: None)
 TFRA = Environment("tfra", lambda _folder: None)
+KERAS = Environment("keras", lambda _folder: None)
 KSERVE = Environment("kserve", lambda _folder: None)
 MLSERVER = Environment("mlserver", lambda _folder: None)
 KUBERNETES_SCHEMAS = Environment("kubernetes_schemas", _finish_kubernetes_schemas)
@@ -182,6 +183,7 @@ ENVIRONMENTS = {
         FEAST,
         FBGEMM,
         TFRA,
+        KERAS,
         KSERVE,
         MLSERVER,
         KUBERNETES_SCHEMAS,

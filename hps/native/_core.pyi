@@ -428,6 +428,14 @@ class InFlight:
     def leave(self, number: int) -> bool: ...
     def __len__(self) -> int: ...
 
+def set_onnx_kernels(
+    function: Callable[[str, dict[str, Any]], Callable[..., NDArray[np.float32]]], /
+) -> None:
+    """Set what makes the kernels of this library's operators for ONNX Runtime.
+
+    ``function``: an operator's name and a node's attributes to a function of its inputs, None for those that
+    are left out. It is called when a session opens, and what it returns by any thread that runs one."""
+
 class ProtocolError(ValueError):
     """See twin_resp.ProtocolError."""
 

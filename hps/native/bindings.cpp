@@ -71,6 +71,7 @@ NB_MODULE(_core, m) {
   bind_launch(m);
   bind_mapped(m);
   bind_misses(m);
+  bind_onnx(m);
   bind_resp(m);
   bind_scheduler(m);
   bind_scored(m);

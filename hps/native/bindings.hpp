@@ -59,6 +59,8 @@ void bind_launch(nb::module_& m);
 void bind_mapped(nb::module_& m);
 // Adds WorkerPool, gather_misses and copy_keys.
 void bind_misses(nb::module_& m);
+// Adds set_onnx_kernels.
+void bind_onnx(nb::module_& m);
 // Adds RowReplies and ProtocolError.
 void bind_resp(nb::module_& m);
 // Adds ScoredTable.

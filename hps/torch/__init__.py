@@ -12,8 +12,8 @@ The layers work in eager mode, under ``torch.compile`` without a graph break, an
 
 from __future__ import annotations
 
+from hps.layers.nodes import register_node, unregister_node
 from hps.torch.layers import Embedding, EmbeddingBag
-from hps.torch.nodes import register_node, unregister_node
 from hps.torch.replacement import replace_embeddings
 
 __all__ = ["Embedding", "EmbeddingBag", "register_node", "replace_embeddings", "unregister_node"]

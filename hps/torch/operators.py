@@ -8,36 +8,32 @@ Only rows from remote nodes are copied once, because their array is read-only.""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hps.errors import BadRequest, Unsupported
-from hps.lookup.base import Feature
-from hps.lookup.checks import check_keys
-from hps.lookup.pooling import pool
-from hps.torch.nodes import find_node
+from hps.layers.nodes import find_node
+from hps.layers.table_lookup import TableReference, check_vectors, look_up_bags, look_up_rows
 from hps.torch.pytorch import torch
-from hps.torch.table_reference import TORCH_DTYPES, TableReference
 from hps.types import JaggedKeys, Pooling
 
-if TYPE_CHECKING:
-    from hps.node.served_models import OpenModels
-
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+"""PyTorch's dtypes by NumPy's names, of the vectors that tables may have."""
 _KEY_DTYPES = (torch.int64, torch.int32, torch.uint64)
 _OFFSET_DTYPES = (torch.int64, torch.int32)
-_TABLE = "str node, str model, str table, str version, int dim, ScalarType dtype"
+_TABLE = "float? max_norm, str node, str model, str table, str version, int dim, str dtype"
 
 
-def _embedding(keys: torch.Tensor, *names: Any) -> torch.Tensor:
+def _embedding(keys: torch.Tensor, max_norm: float | None, *names: Any) -> torch.Tensor:
     table = TableReference(*names)
-    return _rows(keys, table).reshape(*keys.shape, table.dim)
+    return _rows(keys, table, max_norm).reshape(*keys.shape, table.dim)
 
 
-def _fake_embedding(keys: torch.Tensor, *names: Any) -> torch.Tensor:
+def _fake_embedding(keys: torch.Tensor, _max_norm: float | None, *names: Any) -> torch.Tensor:
     table = TableReference(*names)
     _check_keys(keys)
-    return keys.new_empty((*keys.shape, table.dim), dtype=table.dtype)
+    return keys.new_empty((*keys.shape, table.dim), dtype=TORCH_DTYPES[table.dtype])
 
 
 def _embedding_bag(
@@ -46,14 +42,16 @@ def _embedding_bag(
     weights: torch.Tensor | None,
     include_last_offset: bool,
     mode: Pooling,
+    max_norm: float | None,
     *names: Any,
 ) -> torch.Tensor:
     table = TableReference(*names)
-    _count_bags(keys, offsets, weights, include_last_offset, mode)
+    _count_bags(keys, offsets, weights, include_last_offset)
     if keys.device.type != "cpu":
-        return _device_bags(keys, offsets, weights, include_last_offset, mode, table)
+        rows = _rows(keys, table, max_norm)
+        return _device_bags(rows, keys, offsets, weights, include_last_offset, mode)
     bags = _jagged_keys(keys, offsets, weights, include_last_offset)
-    return torch.from_numpy(_host_bags(bags, mode, table))
+    return torch.from_numpy(look_up_bags(bags, mode, table, max_norm))
 
 
 def _fake_embedding_bag(
@@ -61,53 +59,33 @@ def _fake_embedding_bag(
     offsets: torch.Tensor | None,
     weights: torch.Tensor | None,
     include_last_offset: bool,
-    mode: str,
+    _mode: str,
+    _max_norm: float | None,
     *names: Any,
 ) -> torch.Tensor:
     table = TableReference(*names)
-    bags = _count_bags(keys, offsets, weights, include_last_offset, mode)
-    return keys.new_empty((bags, table.dim), dtype=table.dtype)
+    bags = _count_bags(keys, offsets, weights, include_last_offset)
+    return keys.new_empty((bags, table.dim), dtype=TORCH_DTYPES[table.dtype])
 
 
 def _refuse_backward(_context: Any, _gradient: Any) -> None:
     raise Unsupported(
-        "hps.torch layers are for inference: they have no gradient for per_sample_weights; detach these, "
-        "or run the model under torch.no_grad() or torch.inference_mode()"
+        "layers on a node's tables are for inference: they have no gradient for weights "
+        "(per_sample_weights); detach these, or run the model under torch.no_grad() or torch.inference_mode()"
     )
 
 
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def _rows(keys: torch.Tensor, table: TableReference) -> torch.Tensor:
+def _rows(keys: torch.Tensor, table: TableReference, max_norm: float | None) -> torch.Tensor:
     """Look up one row per key: ``(n, dim)`` on the device of ``keys``."""
     _check_keys(keys)
+    flat = keys.reshape(-1)
     if keys.device.type == "cpu":
-        return torch.from_numpy(_host_rows(keys.reshape(-1).numpy(), table))
-    return _device_rows(keys.reshape(-1), table)
-
-
-def _host_rows(keys: Any, table: TableReference) -> Any:
-    """Look up rows ``(n, dim)`` of ``keys (n,)``: an array that may be written."""
-    found = find_node(table.node).lookup(
-        table.model, {table.table: keys}, version=table.version or None, by_table=True
-    )
-    return _writeable(found.vectors[table.table], table)
-
-
-def _writeable(vectors: Any, table: TableReference) -> Any:
-    """Check vectors on the host; copy them if they are read-only, which a tensor cannot be."""
-    _check_vectors(vectors, table)
-    return vectors if vectors.flags.writeable else vectors.copy()
-
-
-def _check_vectors(vectors: Any, table: TableReference) -> None:
-    dim, dtype = vectors.shape[1], TORCH_DTYPES[vectors.dtype.name]
-    if dim != table.dim or dtype != table.dtype:
-        raise BadRequest(
-            f"table '{table.model}/{table.table}' has rows of {dim} {dtype} now, but the layer was made for "
-            f"{table.dim} {table.dtype}; make the layer, or export the program, again"
-        )
+        return torch.from_numpy(look_up_rows(flat.numpy(), table, max_norm))
+    rows = _device_rows(flat, table)
+    return rows if max_norm is None else _scale_to_norm(rows, max_norm)
 
 
 def _device_rows(keys: torch.Tensor, table: TableReference) -> torch.Tensor:
@@ -127,64 +105,55 @@ def _device_rows(keys: torch.Tensor, table: TableReference) -> torch.Tensor:
     found = lookup(
         table.model, {table.table: keys}, version=table.version or None, by_table=True
     ).vectors[table.table]
-    _check_vectors(found, table)
+    check_vectors(found, table)
     rows = torch.from_dlpack(found).to(keys.device, copy=True)
     stream.synchronize()
     return rows
 
 
+def _scale_to_norm(rows: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Scale rows longer than ``max_norm`` down to it, on their device; see `hps.lookup.max_norm`."""
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float32)
+    scaled = (rows.float() * max_norm / norms).to(rows.dtype)
+    return torch.where(norms > max_norm, scaled, rows)
+
+
 # -- bags ------------------------------------------------------------------------------------------
 
 
-def _host_bags(bags: JaggedKeys, mode: Pooling, table: TableReference) -> Any:
-    """Look up and pool on the host: ``(batch, dim)``, an array that may be written."""
-    node, version = find_node(table.node), table.version or None
-    feature = _pooling_feature(node, bags, mode, table)
-    if feature is not None:
-        found = node.lookup(table.model, {feature: bags}, version=version)
-        return _writeable(found.vectors[feature], table)
-    embedding_table = node.table(table.model, table.table, version)
-    bags = check_keys(Feature(table.table, embedding_table, pooling=mode), bags)
-    return pool(_host_rows(bags.keys, table), bags, mode)
-
-
-def _pooling_feature(
-    node: OpenModels, bags: JaggedKeys, mode: Pooling, table: TableReference
-) -> str | None:
-    """Return the name of a feature that pools the table's keys just so; None if the model has none.
-
-    A lookup by feature pools in the cache, without an array of all rows."""
-    if table.model in node.models.splits:
-        return None  # the traffic rule chooses a version, whose features may differ
-    served = node.model(table.model, table.version or None)
-    if bags.batch > served.spec.max_batch_size:
-        return None
-    for name, feature in served.engine.features.items():
-        is_free = feature.hotness is None and feature.max_hotness is None
-        same = feature.table.name == table.table and feature.pooling == mode
-        if same and is_free and not feature.key_offset:
-            return name
-    return None
-
-
 def _device_bags(
+    rows: torch.Tensor,
     keys: torch.Tensor,
     offsets: torch.Tensor | None,
     weights: torch.Tensor | None,
     include_last_offset: bool,
-    mode: str,
-    table: TableReference,
+    mode: Pooling,
 ) -> torch.Tensor:
-    rows = _rows(keys, table)
+    """Pool ``rows``, those of ``keys``, on their device: ``(bags, dim)``."""
     positions = torch.arange(keys.numel(), device=keys.device).reshape(keys.shape)
-    return torch.nn.functional.embedding_bag(
-        positions,
-        rows,
-        None if offsets is None else offsets.to(torch.int64),
-        mode=mode,
-        per_sample_weights=None if weights is None else weights.to(rows.dtype),
-        include_last_offset=include_last_offset,
-    )
+    starts = None if offsets is None else offsets.to(torch.int64)
+
+    def summed(values: torch.Tensor, factors: torch.Tensor | None, mode: str) -> torch.Tensor:
+        return torch.nn.functional.embedding_bag(
+            positions,
+            values,
+            starts,
+            mode=mode,
+            per_sample_weights=None if factors is None else factors.to(values.dtype),
+            include_last_offset=include_last_offset and starts is not None,
+        )
+
+    if mode == "sum" or (mode == "mean" and weights is None):
+        return summed(rows, weights, mode)
+    ones = torch.ones((keys.numel(), 1), device=keys.device)
+    factors = None if weights is None else weights.float()
+    if mode == "sqrtn" and factors is not None:
+        factors = factors * factors
+    divisors = summed(ones, factors, "sum")
+    if mode == "sqrtn":
+        divisors = divisors.sqrt()
+    quotients = summed(rows, weights, "sum").float() / divisors
+    return torch.where(divisors == 0, 0.0, quotients).to(rows.dtype)
 
 
 def _jagged_keys(
@@ -219,19 +188,16 @@ def _count_bags(
     offsets: torch.Tensor | None,
     weights: torch.Tensor | None,
     include_last_offset: bool,
-    mode: str,
 ) -> Any:
     """Check arguments as ``torch.nn.functional.embedding_bag`` does; return the number of bags."""
     _check_keys(keys)
     if weights is not None:
-        if mode != "sum":
-            raise BadRequest(f"per_sample_weights need mode 'sum', this layer has {mode!r}")
         if weights.shape != keys.shape:
             raise BadRequest(
-                f"per_sample_weights have shape {list(weights.shape)}, input has {list(keys.shape)}"
+                f"weights have shape {list(weights.shape)}, input has {list(keys.shape)}"
             )
         if not weights.dtype.is_floating_point:
-            raise BadRequest(f"per_sample_weights must be floating point, got {weights.dtype}")
+            raise BadRequest(f"weights must be floating point, got {weights.dtype}")
     if keys.dim() == 2:
         if offsets is not None:
             raise BadRequest("a 2-D input has bags of one length and takes no offsets")

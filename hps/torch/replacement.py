@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hps.errors import BadRequest, NotFound
+from hps.layers.nodes import node_name
 from hps.torch.layers import Embedding, EmbeddingBag
-from hps.torch.nodes import node_name
 from hps.torch.pytorch import torch
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ def replace_embeddings(
     ``{"emb.0": "user"}``. Load the state_dict first: the new layers have no parameters. A path's
     ``padding_idx`` must be a row of the table, as it was of the weight. Changes nothing if it raises:
     ``NotFound`` for unknown names; ``BadRequest`` for other modules, another dim than the table's, and for
-    what a table cannot do: ``max_norm``, mode ``max``, and an `EmbeddingBag` with ``padding_idx``."""
+    what a table cannot do: mode ``max``, ``max_norm`` with another ``norm_type`` than 2, and an
+    `EmbeddingBag` with ``padding_idx``. ``max_norm`` then changes no stored row."""
     name = node_name(node)
     replaced: dict[str, torch.nn.Module] = {}
     for path, table in tables.items():
@@ -51,8 +52,10 @@ def _layer_like(
         raise BadRequest(
             f"{path!r} is a {type(old).__name__}; only Embedding and EmbeddingBag submodules are replaced"
         )
-    if old.max_norm is not None:
-        raise BadRequest(f"{path!r} has max_norm, which changes rows; normalize the table instead")
+    if old.max_norm is not None and old.norm_type != 2:
+        raise BadRequest(
+            f"{path!r} has max_norm with norm_type {old.norm_type}; only 2 is supported"
+        )
     if is_bag and old.padding_idx is not None:
         raise BadRequest(
             f"{path!r} has padding_idx, whose keys it skips; leave such keys out of the bags instead"
@@ -60,10 +63,14 @@ def _layer_like(
     layer: torch.nn.Module
     if is_bag:
         layer = EmbeddingBag(
-            *table, mode=old.mode, include_last_offset=old.include_last_offset, version=version
+            *table,
+            mode=old.mode,
+            include_last_offset=old.include_last_offset,
+            max_norm=old.max_norm,
+            version=version,
         )
     else:
-        layer = Embedding(*table, version=version)
+        layer = Embedding(*table, max_norm=old.max_norm, version=version)
     if layer.embedding_dim != old.embedding_dim:
         raise BadRequest(
             f"{path!r} has dim {old.embedding_dim}, table '{table[1]}/{table[2]}' has {layer.embedding_dim}"

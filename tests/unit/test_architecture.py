@@ -30,6 +30,8 @@ DOORS = {
     "rich": ["hps/cli/", "hps/tools/"],
     "typer": ["hps/cli/"],
     "torch": ["hps/torch/pytorch.py"],
+    "keras": ["hps/keras/keras3.py"],
+    "tensorflow": ["hps/keras/tensorflow_backend.py"],
     "matplotlib": ["hps/tools/plan/chart.py"],
 }
 

@@ -24,6 +24,7 @@ SPEC = {
         {"name": "shifted", "table": "plain", "pooling": "sum", "key_offset": 5},
         {"name": "sums", "table": "pooled", "pooling": "sum"},
         {"name": "means", "table": "pooled", "pooling": "mean"},
+        {"name": "short", "table": "pooled", "pooling": "sqrtn", "max_norm": 0.8},
     ],
 }
 

@@ -11,6 +11,8 @@ import pytest
 
 import hps
 from hps.errors import BadRequest, NotFound, Unavailable, Unsupported
+from hps.layers.table_lookup import TableReference
+from hps.lookup.max_norm import scale_to_norm
 from tests.support.pytorch import hps_torch, torch
 
 
@@ -105,6 +107,35 @@ def test_other_objects_are_no_node():
         hps_torch.Embedding({}, "m", "plain")
 
 
+@pytest.mark.parametrize("table", ["plain", "half"])
+def test_rows_longer_than_max_norm_are_scaled_down(node, rows, table):
+    keys, weight = torch.arange(100).reshape(4, 25), torch.from_numpy(rows[table].copy())
+    expected = torch.nn.functional.embedding(keys, weight, max_norm=1.0)
+    layer = hps_torch.Embedding(node, "m", table, max_norm=1)
+    assert layer(keys).dtype == layer.dtype
+    torch.testing.assert_close(layer(keys).float(), expected, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(layer(keys).float(), torch.from_numpy(rows[table])[keys])
+    assert "max_norm=1.0" in repr(layer)
+
+
+def test_max_norm_on_a_device_is_that_on_the_host(node, rows):
+    keys = torch.arange(100)
+    long = torch.from_numpy(rows["plain"] * 3)
+    on_host = torch.from_numpy(scale_to_norm(long.numpy(), 2.0))
+    torch.testing.assert_close(hps_torch.operators._scale_to_norm(long, 2.0), on_host)
+    assert torch.equal(
+        hps_torch.Embedding(node, "m", "plain", max_norm=0)(keys), torch.zeros(100, 8)
+    )
+
+
+@pytest.mark.parametrize("max_norm", [-1, float("nan"), "1", True])
+def test_other_max_norms_raise_bad_request(node, max_norm):
+    with pytest.raises(
+        BadRequest, match=r"max_norm is .*; it must be a number, 0 or more, or None"
+    ):
+        hps_torch.Embedding(node, "m", "plain", max_norm=max_norm)
+
+
 def test_version_is_pinned(node, rows):
     layer = hps_torch.Embedding(node, "m", "plain", version=1)
     assert torch.equal(layer(torch.arange(3)), torch.from_numpy(rows["plain"][:3]))
@@ -115,7 +146,7 @@ def test_version_is_pinned(node, rows):
 def test_table_of_another_dim_raises_bad_request(node):
     layer = hps_torch.Embedding(node, "m", "plain")
     layer._table = (*layer._table[:2], "pooled", *layer._table[3:])
-    with pytest.raises(BadRequest, match=r"'m/pooled' has rows of 4 torch\.float32 now, .* for 8"):
+    with pytest.raises(BadRequest, match=r"'m/pooled' has rows of 4 float32 now, .* for 8"):
         layer(torch.arange(3))
 
 
@@ -133,7 +164,7 @@ def test_closed_node_raises_unavailable(repository, tmp_path):
 
 
 def test_keys_on_other_devices_raise_bad_request(node):
-    table = hps_torch.table_reference.TableReference.of(node, "m", "plain", None)
+    table = TableReference.of(node, "m", "plain", None)
     with pytest.raises(BadRequest, match=r"keys are on meta.*pass keys\.cpu\(\)"):
         hps_torch.operators._device_rows(torch.arange(3, device="meta"), table)
 

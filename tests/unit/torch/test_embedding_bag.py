@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hps.errors import BadRequest, Unsupported
+from hps.layers import table_lookup
 from tests.support.pytorch import hps_torch, torch
 
 # "plain" is pooled from its rows, "pooled" by the caches: its model has features that pool so.
@@ -87,12 +88,52 @@ def test_batches_above_the_models_limit_are_pooled_from_rows(node, rows):
     assert_equal(bag(keys), expected(keys))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_caches_and_rows_are_pooled_to_the_same_bits(node, mode, monkeypatch):
-    bag, keys = hps_torch.EmbeddingBag(node, "m", "pooled", mode), torch.randint(0, 110, (40, 30))
+@pytest.mark.parametrize(
+    ("mode", "max_norm"), [("sum", None), ("mean", None), ("sqrtn", 0.8)], ids=str
+)
+def test_caches_and_rows_are_pooled_to_the_same_bits(node, mode, max_norm, monkeypatch):
+    bag = hps_torch.EmbeddingBag(node, "m", "pooled", mode, max_norm=max_norm)
+    keys, features = torch.randint(0, 110, (40, 30)), []
+    lookup = type(node).lookup
+    monkeypatch.setattr(
+        type(node), "lookup", lambda *a, **o: features.extend(a[2]) or lookup(*a, **o)
+    )
     by_feature = bag(keys)
-    monkeypatch.setattr(hps_torch.operators, "_pooling_feature", lambda *_: None)
+    monkeypatch.setattr(table_lookup, "_pooling_feature", lambda *_: None)
     assert torch.equal(bag(keys), by_feature)
+    assert features == [{"sum": "sums", "mean": "means", "sqrtn": "short"}[mode], "pooled"]
+
+
+def test_features_with_another_max_norm_do_not_pool(node, rows):
+    """The model's only feature with sqrtn on this table has a max_norm."""
+    bag, keys = hps_torch.EmbeddingBag(node, "m", "pooled", "sqrtn"), torch.tensor([[3, 1, 4]])
+    expected = torch.from_numpy(rows["pooled"])[keys].sum(1) / 3**0.5
+    assert_equal(bag(keys), expected)
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("max_norm", [None, 0.8])
+@pytest.mark.parametrize("mode", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_modes_on_the_host_and_on_a_device_are_tensorflows(
+    node, rows, table, max_norm, mode, weighted
+):
+    bag = hps_torch.EmbeddingBag(node, "m", table, mode, max_norm=max_norm)
+    keys, offsets = torch.randint(0, 100, (11,)), torch.tensor([0, 4, 4])
+    weights = torch.rand(11) + 0.1 if weighted else None
+    vectors = torch.from_numpy(rows[table])[keys]
+    if max_norm is not None:
+        norms = vectors.norm(dim=1, keepdim=True)
+        vectors = torch.where(norms > max_norm, vectors * max_norm / norms, vectors)
+    factors = torch.ones(11) if weights is None else weights
+    expected = torch.zeros(3, vectors.shape[1])
+    for i, span in enumerate([slice(0, 4), slice(0, 0), slice(4, 11)]):
+        by = {"sum": 1.0, "mean": factors[span].sum(), "sqrtn": (factors[span] ** 2).sum().sqrt()}
+        if i != 1:
+            expected[i] = (vectors[span] * factors[span, None]).sum(0) / by[mode]
+    assert_equal(bag(keys, offsets, weights), expected)
+    on_device = hps_torch.operators._device_bags(vectors, keys, offsets, weights, False, mode)
+    assert_equal(on_device, expected)
 
 
 def test_default_mode_is_that_of_torch(node):
@@ -110,7 +151,7 @@ WRONG = {
     "first offset": ((FLAT, torch.tensor([1, 2])), "offsets run from 1 to 6"),
     "falling": ((FLAT, torch.tensor([0, 4, 2])), "offsets fall from 4 to 2"),
     "too large": ((FLAT, torch.tensor([0, 7])), "offsets fall from 7 to 6"),
-    "weights' shape": ((FLAT, torch.tensor([0]), torch.rand(5)), "have shape"),
+    "weights' shape": ((FLAT, torch.tensor([0]), torch.rand(5)), "weights have shape"),
     "weights' dtype": ((FLAT, torch.tensor([0]), FLAT), "floating point"),
 }
 
@@ -123,13 +164,8 @@ def test_wrong_arguments_raise_bad_request(node, table, wrong):
         hps_torch.EmbeddingBag(node, "m", table, "sum")(*arguments)
 
 
-def test_weights_need_mode_sum(node):
-    with pytest.raises(BadRequest, match="need mode 'sum', this layer has 'mean'"):
-        hps_torch.EmbeddingBag(node, "m", "plain", "mean")(FLAT[None], None, torch.rand(1, 6))
-
-
 def test_other_modes_raise_bad_request(node):
-    with pytest.raises(BadRequest, match="mode is 'max'; it must be 'sum' or 'mean'"):
+    with pytest.raises(BadRequest, match="mode is 'max'; it must be 'sum', 'mean' or 'sqrtn'"):
         hps_torch.EmbeddingBag(node, "m", "plain", "max")
 
 

@@ -84,9 +84,9 @@ def test_exported_program_names_its_node(node, tmp_path):
 def test_operators_keep_the_rules_of_custom_operators(node, table):
     names = hps_torch.Embedding(node, "m", table)._table
     keys = torch.arange(6).reshape(2, 3)
-    torch.library.opcheck(torch.ops.hps.embedding.default, (keys, *names))
+    torch.library.opcheck(torch.ops.hps.embedding.default, (keys, 0.5, *names))
     bag = torch.ops.hps.embedding_bag.default
-    torch.library.opcheck(bag, (keys, None, torch.rand(2, 3), False, "sum", *names))
+    torch.library.opcheck(bag, (keys, None, torch.rand(2, 3), False, "sum", None, *names))
     torch.library.opcheck(
-        bag, (keys.reshape(-1), torch.tensor([0, 4]), None, False, "mean", *names)
+        bag, (keys.reshape(-1), torch.tensor([0, 4]), None, False, "sqrtn", 0.5, *names)
     )

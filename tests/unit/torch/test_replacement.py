@@ -35,6 +35,22 @@ def test_model_computes_the_same(node, rows):
     assert [*model.state_dict()] == ["linear.weight", "linear.bias"]
 
 
+def test_max_norm_is_kept_and_changes_no_row(node, rows):
+    plain, pooled = (torch.from_numpy(rows[name].copy()) for name in ("plain", "pooled"))
+    model = torch.nn.Module()
+    model.emb = torch.nn.Embedding.from_pretrained(plain, max_norm=0.7)
+    model.bag = torch.nn.EmbeddingBag.from_pretrained(pooled, mode="sum", max_norm=0.7)
+    keys = torch.tensor([[3, 1], [4, 3]])
+    with torch.no_grad():
+        expected = model.emb(keys), model.bag(keys)
+    hps_torch.replace_embeddings(model, node, "m", {"emb": "plain", "bag": "pooled"})
+    for found, wanted in zip((model.emb(keys), model.bag(keys)), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert model.emb(keys).norm(dim=-1).max() < 0.7001
+    stored = node.lookup("m", {"plain": keys.reshape(-1).numpy()}, by_table=True)
+    assert (stored.vectors["plain"] == rows["plain"][[3, 1, 4, 3]]).all()
+
+
 @pytest.mark.parametrize(
     ("tables", "options", "error", "message"),
     [
@@ -42,7 +58,7 @@ def test_model_computes_the_same(node, rows):
         ({"emb.0": "plane"}, {}, NotFound, "did you mean 'plain'"),
         ({"linear": "plain"}, {}, BadRequest, "'linear' is a Linear"),
         ({"emb.0": "pooled"}, {}, BadRequest, "'emb.0' has dim 8, table 'm/pooled' has 4"),
-        ({"bag": "pooled"}, {"max_norm": 1.0}, BadRequest, "max_norm"),
+        ({"bag": "pooled"}, {"max_norm": 1.0, "norm_type": 1.0}, BadRequest, "norm_type 1.0"),
         ({"bag": "pooled"}, {"padding_idx": 3}, BadRequest, "padding_idx"),
     ],
     ids=lambda value: str(value)[:30],

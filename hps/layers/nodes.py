@@ -1,6 +1,7 @@
-"""Registry of the nodes that layers and exported programs name. Thread-safe.
+"""Registry of the nodes that layers, exported programs and ONNX files name. Thread-safe.
 
-Graphs of ``torch.compile`` and ``torch.export`` hold constants, not objects: they hold a node's name."""
+Graphs and saved models hold constants, not objects: they hold a node's name. One registry serves the layers
+of all frameworks."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def find_node(name: str) -> OpenModels:
     if node is None:
         raise NotFound(
             f"no node is registered as {name!r} in this process{hint_for(name, [*_nodes], 'known are')}; "
-            f"call hps.torch.register_node({name!r}, node) first"
+            f"call register_node({name!r}, node) first"
         )
     return node
 
