@@ -28,7 +28,6 @@ __global__ void __launch_bounds__(BLOCK) scored_link_kernel(const __grid_constan
 }
 
 // -- rows
-// ------------------------------------------------------------------------------------------
 
 // Of a thread and step: copies `row` to `out`, and `from`, which may be `out`, to `to`; null: not
 // that. `adds`: adds `from` to `to` instead.
@@ -158,10 +157,10 @@ __device__ __forceinline__ void move_rows(bool mine, const Move* moves, u8* orde
 }
 
 // -- a bucket
-// --------------------------------------------------------------------------------------
 
 struct Bucket {
   u32 number;
+  bool full;
   int added;    // occupied slots
   u32 evicted;  // rows
 
@@ -258,7 +257,6 @@ __device__ __forceinline__ void put(const ScoredArgs& a, const Bucket& b, u32 sl
 }
 
 // -- writing
-// ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ u64 first_score(const ScoredArgs& a, u64 given) {
   if (a.rule == EPOCH_ADD) return a.base_score | (given & LOW);
@@ -301,7 +299,8 @@ template <bool HOST>
 __device__ __forceinline__ bool insert(const ScoredArgs& a, Bucket& b, const Home& home, u64 key,
                                        u32 at, char* own, u64 score, Move& move, Move& before,
                                        bool& first) {
-  const int empty = empty_slot(a, b, home.half);
+  const int empty = b.full ? -1 : empty_slot(a, b, home.half);
+  b.full = empty < 0;
   if (empty >= 0) {
     b.added++;
     put(a, b, empty, key, score, home.digest);
@@ -381,7 +380,6 @@ __device__ __forceinline__ bool apply(const ScoredArgs& a, Bucket& b, u32 at, Mo
 }
 
 // -- the positions of a bucket
-// ---------------------------------------------------------------------
 
 // Sorts by a warp: merge exchange (Knuth, The Art of Computer Programming 3, 5.2.2, algorithm M).
 __device__ __forceinline__ void sort(u32* list, u32 n) {
@@ -431,7 +429,7 @@ __global__ void __launch_bounds__(BLOCK, 3)
   const u32 at = blockIdx.x * BLOCK + threadIdx.x, touched = a.counters[TOUCHED];
   if (blockIdx.x == 0 && threadIdx.x < COUNTERS) a.next_counters[threadIdx.x] = 0;
   if ((at & ~31u) >= touched) return;
-  Bucket b = {at < touched ? a.touched[at] : 0, 0, 0};
+  Bucket b = {at < touched ? a.touched[at] : 0, false, 0, 0};
   const u32 head = at < touched ? a.heads[b.number] : 0;
   u32 n, step;
   const u32* const list = positions(a, head, lists + threadIdx.x, n, step);
