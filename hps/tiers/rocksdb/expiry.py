@@ -16,7 +16,7 @@ from hps.tiers.rocksdb.rows import VersionedRows, decode_values, scan_entries
 from hps.types import EmbeddingTable
 
 STEP_ENTRIES = 1024
-"""Entries that a step reads: some 2 ms, for which writers wait."""
+"""Entries that a step reads, for which writers wait: .6 ms with rows of 128 bytes."""
 
 
 class ExpiryStep(NamedTuple):
