@@ -61,7 +61,8 @@ class EmbeddingTable:
     Compared and hashed by identity: a process has one object per table, and tiers key their state by it.
     ``default`` is ``(dim,)`` of ``dtype``, read-only: the answer for an unknown key.
     ``tombstone_ttl_s`` is the time for which a deletion is kept, so that an older insert that arrives late
-    is dropped. ``key_bits`` is 64, or 32 if only the low 32 bits of a key count (`key_dtype: uint32`).
+    is dropped. ``ttl_s``: the age at which a row expires; None: it never does.
+    ``key_bits`` is 64, or 32 if only the low 32 bits of a key count (`key_dtype: uint32`).
     ``hps_version``: the version in its names in the layout `hps`; 0: its names are HPS's own, without one.
     ``row_format``: how tiers store a row. ``dtype``: of the vectors that lookups return."""
 
@@ -76,6 +77,7 @@ class EmbeddingTable:
     key_bits: Literal[32, 64] = 64
     hps_version: int = 0
     row_format: RowFormat = FLOAT32
+    ttl_s: float | None = None
 
     @property
     def id(self) -> str:
@@ -115,7 +117,7 @@ class EmbeddingTable:
 
     def is_like(self, other: EmbeddingTable) -> bool:
         """True if ``other`` has the same name and properties."""
-        names = "id", "dim", "dtype", "miss", "tombstone_ttl_s", "key_bits", "row_format"
+        names = "id", "dim", "dtype", "miss", "tombstone_ttl_s", "key_bits", "row_format", "ttl_s"
         same = all(getattr(self, name) == getattr(other, name) for name in names)
         return same and np.array_equal(self.default, other.default, equal_nan=True)
 
@@ -137,6 +139,7 @@ class EmbeddingTable:
         key_bits: Literal[32, 64] = 64,
         hps_version: int = 0,
         rows: str | None = None,
+        ttl_s: float | None = None,
     ) -> EmbeddingTable:
         """Build a table; ``default`` is a scalar or a vector of ``dim`` values.
 
@@ -146,9 +149,8 @@ class EmbeddingTable:
         row.flags.writeable = False
         miss = miss or MissPolicy()
         stored = row_format_of(dt) if rows is None else row_format(rows)
-        return EmbeddingTable(
-            model, version, name, dim, dt, row, miss, tombstone_ttl_s, key_bits, hps_version, stored
-        )
+        first = model, version, name, dim, dt, row, miss
+        return EmbeddingTable(*first, tombstone_ttl_s, key_bits, hps_version, stored, ttl_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,3 +396,10 @@ def oldest_tombstone(table: EmbeddingTable, unix_s: float) -> int:
 
     The version of a deletion contains its time, so all tiers, and a replay, decide in the same way."""
     return make_version(int(max(0.0, (unix_s - table.tombstone_ttl_s) * 1000.0)))
+
+
+def oldest_row(table: EmbeddingTable, unix_s: float) -> int:
+    """The version below which a row of ``table`` has expired at the instant ``unix_s``; 0: none."""
+    if table.ttl_s is None:
+        return 0
+    return make_version(int(max(0.0, (unix_s - table.ttl_s) * 1000.0)))

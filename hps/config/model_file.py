@@ -71,7 +71,7 @@ def apply_override(spec: ModelSpec, override: ModelOverride | None) -> ModelSpec
         table_override = override.tables.get(table["name"])
         if table_override is not None:
             table |= table_override.model_dump(
-                include={"default", "miss_policy", "tombstone_ttl_s"}, exclude_none=True
+                include={"default", "miss_policy", "tombstone_ttl_s", "ttl_s"}, exclude_none=True
             )
     data |= override.model_dump(
         include={"dense", "max_batch_size", "hps_version"}, exclude_none=True

@@ -117,6 +117,9 @@ class TableSpec(StrictModel):
     """Rule for keys that are not in memory."""
     tombstone_ttl_s: float = Field(86_400.0, ge=0)
     """Seconds for which a deletion is kept, so that an older row cannot come back."""
+    ttl_s: float | None = Field(None, gt=0)
+    """Seconds from its last write, or the publication of its file, after which a row expires in every tier;
+    null: never."""
 
     def violations(self) -> Iterator[ConfigFinding]:
         values = self.default if isinstance(self.default, list) else [self.default]

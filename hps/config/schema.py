@@ -40,6 +40,8 @@ class TableOverride(StrictModel):
     """Rule for keys that are not in memory."""
     tombstone_ttl_s: float | None = Field(None, ge=0)
     """Seconds for which a deletion is kept, so that an older row cannot come back."""
+    ttl_s: float | None = Field(None, gt=0)
+    """Seconds after its last write at which a row expires in every tier; null: as in `model.yaml`."""
     cache_rows: int | None = Field(None, ge=0)
     """CPU cache capacity of this table, in rows; 0 keeps it out of the cache."""
     cache_share: float | None = Field(None, gt=0, le=1)

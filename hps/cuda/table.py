@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from threading import Lock
@@ -29,7 +30,7 @@ from hps.cuda.table_clock import TableClock
 from hps.types import EmbeddingTable, KeyArray
 
 _RANKED_AT_ONCE = 1 << 20
-"""Slots that `GpuTable.ranks` reads per launch."""
+"""Slots that `GpuTable.ranks` and `expired` read per launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,21 +223,39 @@ class GpuTable:
         The lowest rank is evicted first. Rows that a concurrent writer changes may be reported in their old
         or new state, or twice. Waits for ``stream``. Thread-safe; takes little device memory.
         """
-        cp, pieces = cupy(), []
-        limit = min(self.shape.slots, _RANKED_AT_ONCE)
         with stream:
-            keys, numbers = cp.empty(limit, np.int64), cp.empty(limit, np.uint32)
-            scores = cp.empty(limit, np.uint64)
-            to = {"keys": keys.data.ptr, "numbers": numbers.data.ptr, "scores": scores.data.ptr}
-            for first in range(0, self.shape.buckets, limit // WAYS):
-                buckets = min(limit // WAYS, self.shape.buckets - first)
-                at = {"lines": self.lines.data.ptr + first * BUCKET_BYTES, "buckets": buckets}
-                if self.shape.scored:
-                    at["slot_scores"] = self.slot_scores_at + 8 * WAYS * first
-                n = int(self._scan(stream, **at, limit=limit, **to)[0])
-                pieces.append((keys[:n].get(), scores[:n].get()))
+            pieces = [(keys.get(), scores.get()) for keys, _, scores in self._pieces(stream)]
         found = [np.concatenate(arrays) for arrays in zip(*pieces, strict=True)]
         return found[0], self._ranks(found[1])
+
+    def expired(self, stream: Any, oldest: int) -> Any:
+        """Return a device array of the keys (n,) of resident rows with versions below ``oldest``, unordered.
+
+        No other thread may write meanwhile. Waits for ``stream``; takes little device memory besides."""
+        before = np.uint64(oldest)
+        with stream:
+            pieces = [
+                keys[self.versions[numbers] < before] for keys, numbers, _ in self._pieces(stream)
+            ]
+            keys = cupy().concatenate(pieces)
+            stream.synchronize()
+        return keys
+
+    def _pieces(self, stream: Any) -> Iterator[tuple[Any, Any, Any]]:
+        """Yield device arrays of resident rows' keys (n,), numbers (n,) and scores (n,), a million at a time.
+
+        They are valid until the next ones. ``stream`` must be the current one; waits for it."""
+        cp, limit = cupy(), min(self.shape.slots, _RANKED_AT_ONCE)
+        keys, numbers = cp.empty(limit, np.int64), cp.empty(limit, np.uint32)
+        scores = cp.empty(limit, np.uint64)
+        to = {"keys": keys.data.ptr, "numbers": numbers.data.ptr, "scores": scores.data.ptr}
+        for first in range(0, self.shape.buckets, limit // WAYS):
+            buckets = min(limit // WAYS, self.shape.buckets - first)
+            at = {"lines": self.lines.data.ptr + first * BUCKET_BYTES, "buckets": buckets}
+            if self.shape.scored:
+                at["slot_scores"] = self.slot_scores_at + 8 * WAYS * first
+            n = int(self._scan(stream, **at, limit=limit, **to)[0])
+            yield keys[:n], numbers[:n], scores[:n]
 
     def _ranks(self, scores: Any) -> Any:
         return scores if self.shape.scored else eviction_ranks(scores, self.clock.now)

@@ -189,6 +189,12 @@ class TwinTable:
                 continue
             self._hide(place)
 
+    def expire(self, oldest: int) -> None:
+        """Evict the rows with versions below ``oldest``."""
+        for half, rank in np.argwhere(self.words & (self._hidden | TOMBSTONE) == 0).tolist():
+            if self.versions[self._number((half, rank))] < oldest:
+                self._hide((half, rank))
+
     def leave(self) -> None:
         """Evict all rows and tombstones of the member."""
         seen = np.argwhere(self.words & self._hidden == 0).tolist()

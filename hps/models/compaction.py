@@ -127,6 +127,11 @@ class _Compaction:
         if not there:
             link_table(self.base, name, self.folder)
             return CompactedTable(name, "shared", 0, entry)
+        if table.ttl_s is not None:
+            raise ModelError(
+                f"table {table.id} has ttl_s: {table.ttl_s:g}, and folded rows would be as old as those "
+                "of its files and expire early: publish the table anew instead, or remove ttl_s"
+            )
         watermark = _watermark(self.base.manifest.origin(name).watermark, store, table)
         if store.is_mapped(table) and (delta := self._delta(spec, table, written, progress)):
             return CompactedTable(name, "delta", len(written), delta, watermark)

@@ -131,6 +131,7 @@ class ModelVersion:
             default=spec.default,
             miss=MissPolicy(spec.miss_policy.kind, spec.miss_policy.min_hit_rate),
             tombstone_ttl_s=spec.tombstone_ttl_s,
+            ttl_s=spec.ttl_s,
             key_bits=32 if spec.key_dtype == "uint32" else 64,
             hps_version=0 if version == self.spec.hps_version else version,
         )

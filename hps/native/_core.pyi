@@ -78,6 +78,8 @@ class CacheTable:
     @property
     def capacity(self) -> int: ...
     @property
+    def buckets(self) -> int: ...
+    @property
     def bytes(self) -> int: ...
     def fetch(
         self,
@@ -116,6 +118,9 @@ class CacheTable:
 
     def evict(self, keys: NDArray[np.int64]) -> None:
         """See twin_cache.CacheTable.evict."""
+
+    def expire(self, oldest: int, first: int, n: int) -> int:
+        """See twin_cache.CacheTable.expire."""
 
     def top_k(self, n: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """See twin_cache.CacheTable.top_k."""

@@ -81,11 +81,13 @@ void bind_cache(nb::module_& m) {
            nb::arg("rows").noconvert().none(), nb::arg("versions").noconvert(),
            nb::arg("oldest_tombstone"), nb::arg("resident_only"))
       .def("evict", &CacheTable::evict, nb::arg("keys").noconvert())
+      .def("expire", &CacheTable::expire, nb::arg("oldest"), nb::arg("first"), nb::arg("n"))
       .def("top_k", &CacheTable::top_k, nb::arg("n"))
       .def_prop_ro("rows", &CacheTable::rows)
       .def_prop_ro("tombstones", &CacheTable::tombstones)
       .def_prop_ro("evictions", &CacheTable::evictions)
       .def_prop_ro("capacity", &CacheTable::capacity)
+      .def_prop_ro("buckets", &CacheTable::buckets)
       .def_prop_ro("bytes", &CacheTable::bytes);
   m.def("cache_bytes", &hps::CacheTable::bytes_for, nb::arg("capacity"), nb::arg("row_bytes"));
   m.def("copy_rows", &py_copy_rows, nb::arg("rows").noconvert(), nb::arg("numbers").noconvert(),

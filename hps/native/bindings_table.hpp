@@ -247,6 +247,11 @@ class CacheTable final : public RowTable {
     table_->evict(keys.data(), keys.shape(0));
   }
 
+  std::size_t expire(std::uint64_t oldest, std::uint64_t first, std::uint64_t n) {
+    const WithoutGil released;
+    return table_->expire(oldest, first, n);
+  }
+
   nb::object top_k(std::size_t n) const {
     std::vector<hps::HotKey> hot;
     {
@@ -267,6 +272,7 @@ class CacheTable final : public RowTable {
   std::uint64_t tombstones() const { return table_->counts().tombstones; }
   std::uint64_t evictions() const { return table_->counts().evictions; }
   std::uint64_t capacity() const { return table_->header().capacity; }
+  std::uint64_t buckets() const { return table_->header().buckets; }
   std::uint64_t bytes() const { return table_->bytes(); }
 
   bool repair() { return table_->repair(); }

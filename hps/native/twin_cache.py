@@ -74,7 +74,7 @@ class CacheTable:
         self.capacity, self._eviction, self._code, self.like = capacity, eviction, code, like
         self.format = format
         self.bytes = cache_bytes(capacity, like.shape[1] * like.itemsize)
-        self._buckets = _buckets(capacity)
+        self.buckets = self._buckets = _buckets(capacity)
         shape = (self._buckets, SLOTS)
         self._keys, self._numbers = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._occupied, self._is_row = np.zeros(shape, bool), np.zeros(shape, bool)
@@ -213,6 +213,20 @@ class CacheTable:
                 with self._lock:
                     if (at := self._find_one(key)) is not None:
                         self._free.append(self._clear_slot(*at))
+
+    def expire(self, oldest: int, first: int, n: int) -> int:
+        """Evict the rows with versions below ``oldest`` in ``n`` buckets from ``first`` on.
+
+        Returns their number. Tombstones stay.
+        """
+        expired = 0
+        with self._turn, self._lock:
+            for bucket in range(first, min(first + n, self._buckets)):
+                for slot in np.flatnonzero(self._is_row[bucket]).tolist():
+                    if self._versions[self._numbers[bucket, slot]] < oldest:
+                        self._free.append(self._clear_slot(bucket, slot))
+                        expired += 1
+        return expired
 
     def repair(self) -> bool:
         """Do nothing: no other process writes this table."""

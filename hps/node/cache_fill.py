@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from hps.node.mapped_memory import MappedMemory, Pending
 from hps.node.stores import NodeStores
 from hps.node.tier_status import TierStatus
 from hps.threads import rest
-from hps.types import EmbeddingTable, KeyArray
+from hps.types import EmbeddingTable, KeyArray, oldest_row
 from hps.updates.background_warmup import FillStep
 from hps.updates.cache_warmup import CacheWarmup, FileRows
 from hps.updates.gpu_promotion import GpuPromotion
@@ -62,6 +63,8 @@ class CacheFill:
         pending: list[Pending] = []
         first = _FIRST_BYTES
         for table, files in tables.items():
+            if self._has_expired(table):
+                continue
             if table in self.devices.static and not self._fill_static(warming, table, files):
                 continue
             keys = table.narrow(hot(table, files.rows))
@@ -96,6 +99,8 @@ class CacheFill:
             t.row_bytes * files.rows for t, files in tables.items() if self.stores.is_mapped(t)
         )
         for table, files in tables.items():
+            if self._has_expired(table):
+                continue
             if table in self.devices.static and not self._fill_static(warming, table, files):
                 continue
             if self.memory is not None and self.memory.admit(table):
@@ -121,6 +126,21 @@ class CacheFill:
                 continue
             self._fill_first(warming, table, files, rows)
             self._promote_hottest(table, keys[:rows])
+
+    def _has_expired(self, table: EmbeddingTable) -> bool:
+        """True if the stores hold only rows that are too old to be served: those of the table's files."""
+        if table.ttl_s is None:
+            return False
+        version = self.stores.version_of_rows(table)
+        if version is None or version >= oldest_row(table, time.time()):
+            return False
+        log.warning(
+            "table %s: all rows of its files are older than ttl_s (%g s) and have expired; lookups return "
+            "the default until rows are written again. Publish the table anew, or raise ttl_s",
+            table.id,
+            table.ttl_s,
+        )
+        return True
 
     # -- steps -------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from hps.node.cpu_cache_plan import (
     plan_rows,
     plan_rows_for_new_model,
 )
+from hps.node.expiry import NodeExpiry
 from hps.node.gpu_caches import NodeGpus, files_of
 from hps.node.mapped_memory import MappedMemory, memory_budget
 from hps.node.model_opening import OpenedModel, tables_of
@@ -70,6 +71,7 @@ class NodeCaches:
         self._hot: dict[str, HotKeys] = {}
         self._gpu_promotion: GpuPromotion | None = None
         self._writer: CacheWriter
+        self._expiry: NodeExpiry
         self._filling: CacheFill
         self._cpu_cache: CpuCache | None = None
         self._memory: MappedMemory | None = None
@@ -86,6 +88,8 @@ class NodeCaches:
             self.statuses.append(self.in_memory)
         if on_gpu is not None:
             self.statuses.append(on_gpu)
+        settings = self._settings
+        admission = Admission(partial(admit_after, settings), self._capacity, self._is_served)
         self._writer = CacheWriter(
             # The CPU cache first, so that a row promoted from it is never older than the GPUs' row.
             TierChain([cache.tier for cache in reversed(self.statuses)]),
@@ -94,7 +98,7 @@ class NodeCaches:
             partial(count_promotion, self._metrics, Source.CPU.name.lower()),
             self._stores.promote_missing,
             self._is_served,
-            Admission(partial(admit_after, self._settings), self._capacity, self._is_served),
+            admission,
         )
         self._resources.callback(self._writer.close)
         if self.in_memory is not None and on_gpu is not None:
@@ -104,8 +108,12 @@ class NodeCaches:
                 on_gpu.tier,
                 self._settings.updates.promote_queue_keys,
                 partial(count_promotion, self._metrics, Source.GPU.name.lower()),
+                admission,
             )
             self._resources.callback(self._gpu_promotion.close)
+        caches = self._cpu_cache, self._devices.replicas
+        self._expiry = NodeExpiry(self._stores, caches, self._writer, self._metrics)
+        self._resources.callback(self._expiry.close)
         self._filling = CacheFill(
             self._settings,
             self._stores,
@@ -142,6 +150,7 @@ class NodeCaches:
             eviction=chosen.eviction,
             memory=cache_memory(chosen),
             threads=chosen.threads,
+            on_left_out=partial(count_promotion, self._metrics, "cpu", "not_admitted"),
         )
         self._resources.callback(cache.close)
         self._cpu_cache = cache
@@ -152,8 +161,7 @@ class NodeCaches:
         tables = {table: self._stores.rows(table) for table in self._tables()}
         in_memory = self._in_memory(tables)
         for table, rows in plan_rows(settings, tables, in_memory).items():
-            eviction = eviction_of(settings, table)
-            cache.add_table(table, rows, eviction, on_demand=table in in_memory)
+            self._add_table(cache, table, rows, on_demand=table in in_memory)
         if chosen.snapshot.path is not None:
             self._hot = hot_keys_at_start(chosen.snapshot.path)
             snapshots = HotKeySnapshots(
@@ -166,6 +174,13 @@ class NodeCaches:
             )
             self._resources.callback(snapshots.close)
         return TierStatus(cache, cache.size, cache.capacity, facts=cache.status)
+
+    def _add_table(
+        self, cache: CpuCache, table: EmbeddingTable, rows: int, *, on_demand: bool
+    ) -> None:
+        eviction = eviction_of(self._settings, table)
+        used_only = admit_after(self._settings, table) > 1
+        cache.add_table(table, rows, eviction, on_demand=on_demand, used_only=used_only)
 
     def _in_memory(self, tables: Iterable[EmbeddingTable]) -> set[EmbeddingTable]:
         """Those of ``tables`` whose files lookups will read from memory."""
@@ -185,6 +200,7 @@ class NodeCaches:
         tables = files_of(self._opened)
         if later := self._filling.at_start(CacheWarmup(self._writer, progress), tables, hot):
             self._resources.callback(BackgroundWarmup(self._writer, later).close)
+        self._expiry.start()
 
     def add(
         self,
@@ -211,6 +227,7 @@ class NodeCaches:
             )
 
         self._filling.added(CacheWarmup(self._writer, progress), tables, hot)
+        self._expiry.start()
         warnings.append(self._waiting_for_memory(tables))
         return "; ".join(filter(None, warnings))
 
@@ -248,8 +265,7 @@ class NodeCaches:
         )
         check_host_memory(plan, free_host_bytes())
         for table in new:
-            eviction = eviction_of(self._settings, table)
-            cache.add_table(table, plan[table], eviction, on_demand=table in in_memory)
+            self._add_table(cache, table, plan[table], on_demand=table in in_memory)
             rest()
         return warning
 

@@ -120,6 +120,12 @@ def _table_request(settings: Settings, table: EmbeddingTable, rows: int) -> GpuT
 def _check_static_tables(settings: Settings, plan: Plan) -> None:
     updates = settings.updates
     static = [table for table, planned in plan.items() if planned.static]
+    for table in static:
+        if table.ttl_s is not None:
+            raise ConfigError(
+                f"table {table.id} is static in the GPU cache (gpu_static, tiers.gpu.static), which keeps "
+                f"its rows, but has ttl_s: {table.ttl_s:g}; serve it with gpu_static: false, or remove ttl_s"
+            )
     if static and (updates.kafka or updates.directory):
         source = "updates.kafka" if updates.kafka else "updates.directory"
         raise ConfigError(

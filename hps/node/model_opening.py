@@ -204,6 +204,7 @@ def _described_model(
 ) -> tuple[LookupModel, NetworkSpec | None]:
     """The version's lookup description, and its network's; a lookup node has no network."""
     spec, tables = version.spec, version.embedding_tables(reuse)
+    check_expiring_tables(tables.values(), settings)
     lookup = LookupModel(
         version.name,
         version.version,
@@ -224,6 +225,21 @@ def _described_model(
         version.verified_dense,
     )
     return lookup, network
+
+
+def check_expiring_tables(tables: Iterable[EmbeddingTable], settings: Settings) -> None:
+    """Raise ConfigError if the rows of a table expire and a store does not know their age."""
+    tiers = settings.tiers
+    layouts = {"tiers.rocksdb.layout": tiers.rocksdb.layout if tiers.rocksdb.enabled else "native"}
+    if tiers.redis is not None:
+        layouts["tiers.redis.layout"] = tiers.redis.layout
+    expiring = [table for table in tables if table.ttl_s is not None]
+    for name, layout in layouts.items():
+        if expiring and layout == "hps":
+            raise ConfigError(
+                f"table {expiring[0].id} has ttl_s: {expiring[0].ttl_s:g}, but {name} is hps: rows of HPS's "
+                "layout have no version, so their age is unknown. Use the layout native, or remove ttl_s"
+            )
 
 
 def features_of(spec: ModelSpec, tables: Mapping[str, EmbeddingTable]) -> dict[str, Feature]:

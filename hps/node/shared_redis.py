@@ -18,7 +18,7 @@ from hps.errors import ConfigError, ModelError, TierError, TierMisfit
 from hps.models.preload import preload_tables
 from hps.node.model_opening import HandleDamage, OpenedTables, raise_damage
 from hps.node.tier_status import TierStatus
-from hps.observability.meters import count_promotion
+from hps.observability.meters import count_expired, count_promotion
 from hps.observability.metrics import Metrics
 from hps.periodic import PeriodicThread
 from hps.tiers.background_refresh import BackgroundValue
@@ -62,7 +62,7 @@ class SharedRedis:
         self._alone = not below
         self._loads = ExitStack()  # pending loads, also for models that are added later
         self._writer: CacheWriter | None = None
-        self.tier = redis = RedisTier(chosen)
+        self.tier = redis = RedisTier(chosen, partial(count_expired, metrics, "redis"))
         threads = calls_at_a_time(settings.tiers.lookup_threads, chosen.connections, self._alone)
         guarded = guard(redis, chosen.guard, threads)
         resources.push(self._loads)

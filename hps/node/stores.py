@@ -151,8 +151,8 @@ class NodeStores:
 
         Other nodes may need those in Redis. Raises TierError."""
         used = {table.id for table in self.tables}
-        if self._rocksdb is not None and self._rocksdb.access == "primary":
-            self._rocksdb.drop(*(table for table in tables if table.id not in used))
+        if self.written is not None:
+            self.written.drop(*(table for table in tables if table.id not in used))
 
     def unshared_tables(self, model: OpenedTables) -> list[EmbeddingTable]:
         """The tables of a model that no other model in the stores has."""
@@ -194,14 +194,17 @@ class NodeStores:
         if self._redis is not None:
             self._redis.promote_missing(table, keys)
 
+    @property
+    def written(self) -> MappedTier | None:
+        """The node's own store, if this node is the one that writes it."""
+        own = self._rocksdb
+        return own if own is not None and own.access == "primary" else None
+
     def update_targets(self, *, shared: bool) -> list[FedStore]:
         """Stores that update streams are written to: the node's own, or the shared ones."""
         if shared:
             return [] if self._redis is None else [self._redis.update_target()]
-        rocksdb = self._rocksdb
-        if rocksdb is None or self._settings.tiers.rocksdb.access != "primary":
-            return []
-        return [self._as_store(rocksdb)]
+        return [] if self.written is None else [self._as_store(self.written)]
 
     @property
     def promotion_sources(self) -> PromotionSources:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from hps.observability.metric_names import (
     DENSE_FALLBACKS,
     DENSE_SECONDS,
+    EXPIRED_ROWS,
     FEATURE_KEYS,
     LOOKUP_DEGRADED,
     LOOKUP_KEYS,
@@ -308,8 +309,14 @@ class StreamMeter:
 
 
 def count_promotion(metrics: Metrics, tier: str, result: str, keys: int) -> None:
-    """Count a promotion into ``tier``, by ``result``; see `hps.updates.cache_writer.Count`."""
+    """Count a promotion into ``tier``, by ``result``; see `hps.updates.admission.Count`."""
     metrics.counter(PROMOTIONS, tier, result).add(keys)
+
+
+def count_expired(metrics: Metrics, tier: str, table: EmbeddingTable, rows: int) -> None:
+    """Count expired ``rows`` of ``table`` that were removed from ``tier``."""
+    if rows:
+        metrics.counter(EXPIRED_ROWS, tier, table.model, table.name).add(rows)
 
 
 def _counting_function(

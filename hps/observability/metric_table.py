@@ -256,8 +256,15 @@ _TIERS = (
         "counter",
         ("tier", "result"),
         "Promotions of keys into a tier; result=inserted, gone (no store has them any more), degraded (a "
-        "store was unavailable), dropped (the queue was full), not_admitted (missed too rarely: "
-        "`cache_admit_after`), failed.",
+        "store was unavailable), dropped (the queue was full), not_admitted (looked up too rarely: "
+        "`cache_admit_after`; tier=cpu: also changed rows of mapped files), failed.",
+    ),
+    MetricSpec(
+        m.EXPIRED_ROWS,
+        "counter",
+        ("tier", "model", "table"),
+        "Rows older than `ttl_s` that this process removed from a tier; redis: with expired deletions; "
+        "mapped: rows of files that are not served any more.",
     ),
     MetricSpec(m.PROMOTE_QUEUE, "gauge", ("tier",), "Keys waiting to be copied into a tier."),
     MetricSpec(

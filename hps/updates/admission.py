@@ -1,4 +1,4 @@
-"""Admission: a key enters the caches once it was missed often enough.
+"""Admission: a key enters the caches once it was looked up often enough without being there.
 
 Keys that are looked up once would evict rows that are looked up often. HugeCTR's low-frequency filter and
 TinyLFU (Einziger, Friedman, Manes: "TinyLFU: A Highly Efficient Cache Admission Policy", 2017) keep them
@@ -16,6 +16,8 @@ from hps.native import partition_hash
 from hps.types import EmbeddingTable, IndexArray, KeyArray
 
 MOST_SIGHTINGS = 15
+Count = Callable[[str, int], None]
+"""``count(result, keys)`` counts keys by result, see `PROMOTIONS` in hps/observability/metric_table.py."""
 _DEPTH = 4
 _COUNTERS_A_ROW = 2
 _LEAST_COUNTERS = 1 << 12
@@ -58,7 +60,10 @@ class FrequencySketch:
 
 
 class Admission:
-    """Chooses the keys that may enter the caches. For one thread.
+    """Chooses the keys that may enter the caches. For one thread: the one that writes them.
+
+    A sighting is a lookup for which a store, or another cache, had to answer the key. All caches count in one
+    sketch per table, so a row that has entered the CPU cache may enter the GPU cache next.
 
     ``admit_after``: the sightings that a table's keys need, 1: none; ``rows``: a table's capacity.
     Counts of a table for which ``is_served`` is false are dropped when another table gets some."""
@@ -84,3 +89,16 @@ class Admission:
             self._sketches = {t: kept for t, kept in self._sketches.items() if self._is_served(t)}
             sketch = self._sketches[table] = FrequencySketch(self._rows(table))
         return np.asarray(sketch.add(keys, times) >= needed)
+
+    def filter(
+        self, table: EmbeddingTable, keys: KeyArray, times: IndexArray, count: Count
+    ) -> KeyArray:
+        """Count ``keys (n,)``, each once among them, ``times (n,)``; return those that may enter.
+
+        ``count`` receives the number of the others, as ``not_admitted``."""
+        admitted = self.admitted(table, keys, times)
+        if admitted is None:
+            return keys
+        if left_out := int(np.count_nonzero(~admitted)):
+            count("not_admitted", left_out)
+        return keys[admitted]

@@ -35,7 +35,7 @@ from hps.native import dedup
 from hps.threads import run_into
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.types import EmbeddingTable, IndexArray, KeyArray, VectorArray, VersionArray
-from hps.updates.admission import Admission
+from hps.updates.admission import Admission, Count
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,8 +45,6 @@ T = TypeVar("T")
 SLICE_KEYS = 1_024
 _LOG_EVERY_S = 5.0
 
-Count = Callable[[str, int], None]
-"""``count(result, keys)`` counts keys by result, see `PROMOTIONS` in hps/observability/metric_table.py."""
 MissingAbove = Callable[[EmbeddingTable, KeyArray], None]
 """``on_missing_above(table, keys)`` is called with keys that only the last store has."""
 
@@ -247,12 +245,7 @@ class CacheWriter:
     def _admitted(self, table: EmbeddingTable, keys: KeyArray, times: IndexArray) -> KeyArray:
         if self._admission is None:
             return keys
-        admitted = self._admission.admitted(table, keys, times)
-        if admitted is None:
-            return keys
-        if left := int(np.count_nonzero(~admitted)):
-            self._count("not_admitted", left)
-        return keys[admitted]
+        return self._admission.filter(table, keys, times, self._count)
 
     def _next(self) -> _CacheChange | list[_Promotion] | None:
         """The next change, or else all queued promotions; None once closed."""

@@ -13,7 +13,8 @@ from hps.native import dedup
 from hps.periodic import SWEEP_IDLE_ROUNDS, PeriodicThread
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.types import EmbeddingTable, KeyArray
-from hps.updates.cache_writer import CacheWriter, Count
+from hps.updates.admission import Admission, Count
+from hps.updates.cache_writer import CacheWriter
 
 _SHORTEST_PAUSE_S = 0.02
 # Between two copies, requests get the processor. Keys that are dropped meanwhile are promoted when they are
@@ -30,7 +31,8 @@ class GpuPromotion:
 
     At most ``queue_keys`` keys are queued; more are dropped and reported to ``count``. Keys are
     collected and then copied table by table, so that one cache write pays for many keys; the pause
-    between two copies is four times as long as a copy took. Any thread may call any method."""
+    between two copies is four times as long as a copy took. ``admission`` chooses among queued keys; it is
+    called on the writer's thread. Any thread may call any method."""
 
     def __init__(
         self,
@@ -39,12 +41,14 @@ class GpuPromotion:
         target: Tier,
         queue_keys: int,
         count: Count = lambda _result, _keys: None,
+        admission: Admission | None = None,
     ) -> None:
         self._writer = writer
         self._source = source
         self._target = target
         self._queue_keys = queue_keys
         self._count = count
+        self._admission = admission
         self._lock = threading.Lock()
         self._keys: dict[EmbeddingTable, list[KeyArray]] = {}
         self._waiting = 0
@@ -73,7 +77,7 @@ class GpuPromotion:
         """Copy the rows of ``keys (n,)`` and wait. The first keys are copied last, to rank highest."""
         for stop in range(len(keys), 0, -_CHUNK_ROWS):
             chosen = np.array(keys[max(0, stop - _CHUNK_ROWS) : stop], np.int64)
-            self._writer.run(partial(self._copy, table, chosen)).result()
+            self._writer.run(partial(self._copy, table, dedup(chosen)[0])).result()
 
     def flush(self) -> None:
         """Copy all queued rows and wait."""
@@ -81,7 +85,8 @@ class GpuPromotion:
             keys, self._keys, self._waiting = self._keys, {}, 0
         try:
             for table, gathered in keys.items():
-                self._writer.run(partial(self._copy, table, np.concatenate(gathered))).result()
+                queued = np.concatenate(gathered)
+                self._writer.run(partial(self._copy_admitted, table, queued)).result()
         except CancelledError:
             self.close()  # the writer is closed
 
@@ -103,8 +108,15 @@ class GpuPromotion:
             self._pause_s = max(_SHORTEST_PAUSE_S, _PAUSES_PER_COPY * took_s)
         return True
 
+    def _copy_admitted(self, table: EmbeddingTable, queued: KeyArray) -> None:
+        keys, numbers = dedup(queued)
+        if self._admission is not None:
+            times = np.bincount(numbers, minlength=len(keys))
+            keys = self._admission.filter(table, keys, times, self._count)
+        self._copy(table, keys)
+
     def _copy(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        part = Part.make(table, dedup(keys)[0])
+        part = Part.make(table, keys)
         self._source.fetch([part], FetchContext())
         found = np.flatnonzero(part.source)
         if len(found):

@@ -282,6 +282,26 @@ def test_time_to_live_is_set_per_table(open_tier, table):
     assert len(held(tier, other, np.arange(10))) == 10
 
 
+@pytest.mark.parametrize(("of_table", "of_redis"), [(60, None), (60, 3600), (3600, 60)])
+def test_the_shorter_time_to_live_applies(open_tier, of_table, of_redis):
+    tier = open_tier(ttl_s=of_redis)
+    table = EmbeddingTable.make("user", DIM, model="ctr", ttl_s=of_table)
+    fill(tier, table, 0, 10, STARTED.ms - 61_000)
+    fill(tier, table, 10, 20)
+    assert len(held(tier, table, np.arange(20))) == 10
+    assert tier.expire(table) == 10
+
+
+def test_removed_rows_are_counted(server):
+    counted = []
+    tier = RedisTier(settings(server), lambda table, rows: counted.append((table.name, rows)))
+    table = EmbeddingTable.make("user", DIM, model="ctr", ttl_s=60)
+    fill(tier, table, 0, 10, STARTED.ms - 61_000)
+    tier.expire(table)
+    tier.close()
+    assert counted == [("user", 10)]
+
+
 def test_expired_tombstones_are_removed(open_tier):
     table = EmbeddingTable.make("user", DIM, tombstone_ttl_s=60)
     tier = open_tier()

@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
@@ -16,6 +17,7 @@ from hps.tiers.mapped import MappedTier
 from hps.types import EmbeddingTable, make_version
 from tests.support.mapped_tables import map_rows
 from tests.support.memory_tier import MemoryTier
+from tests.support.tiers import open_case
 
 DAY_MS = 86_400_000
 BASE_MS = time.time_ns() // 1_000_000
@@ -115,6 +117,15 @@ class TierMachine(RuleBasedStateMachine):
 def test_every_tier_behaves_like_memory_tier(open_tier):
     run_state_machine_as_test(
         lambda: TierMachine(open_tier),
+        settings=settings(max_examples=20, stateful_step_count=30, deadline=None),
+    )
+
+
+@pytest.mark.parametrize("name", ["memory", "single_flight", "rocksdb", "mapped", "mapped_delta"])
+def test_stores_with_expiring_rows_behave_like_memory_tier(name):
+    """Some of the rows are three days old, and expire after one."""
+    run_state_machine_as_test(
+        lambda: TierMachine(lambda path: open_case(name, path, ttl_s=86_400)),
         settings=settings(max_examples=20, stateful_step_count=30, deadline=None),
     )
 

@@ -7,7 +7,9 @@ what the protocol's text leaves open:
   cache would keep hiding a row that was inserted again); `evict` removes the tombstone.
 * `delete` leaves a tombstone even for an unknown key.
 * A tombstone whose version is more than the table's ``tombstone_ttl_s`` in the past counts as absent;
-  the row that it deleted stays deleted."""
+  the row that it deleted stays deleted.
+* A row whose version is more than the table's ``ttl_s`` in the past counts as missing, but is still the
+  stored version of its key until it is removed."""
 
 from __future__ import annotations
 
@@ -25,6 +27,7 @@ from hps.types import (
     Source,
     VectorArray,
     VersionArray,
+    oldest_row,
     oldest_tombstone,
 )
 
@@ -41,7 +44,7 @@ class MemoryTier:
     """Rows in one dictionary per table; tables are made on demand and have no capacity.
 
     ``info`` lets it stand for any kind of tier. ``clock`` returns Unix seconds and drives the expiry of
-    tombstones. `fetch` may be called from many threads in parallel with one writer."""
+    rows and tombstones. `fetch` may be called from many threads in parallel with one writer."""
 
     def __init__(
         self,
@@ -60,11 +63,11 @@ class MemoryTier:
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         for part in parts:
             check_part(part)
-            keys = part.keys.tolist()
+            keys, oldest = part.keys.tolist(), oldest_row(part.table, self._clock())
             missing = []
             for i in part.missing.tolist():
                 entry = self._resident(part.table, keys[i])
-                if entry is None:
+                if entry is None or (entry.row is not None and entry.version < oldest):
                     missing.append(i)
                     continue
                 part.versions[i] = entry.version

@@ -300,10 +300,11 @@ TIERS = {
 }
 
 
-def open_case(name: str, path: Path) -> TierUnderTest:
+def open_case(name: str, path: Path, **settings: Any) -> TierUnderTest:
+    """Open a tier for three tables with ``settings`` of `EmbeddingTable.make`."""
     case = TIERS[name]
     tables = [
-        EmbeddingTable.make(table, dim, dtype=case.dtype)
+        EmbeddingTable.make(table, dim, dtype=case.dtype, **settings)
         for table, dim in (("items", 4), ("users", 3), ("wide", 64))
     ]
     return TierUnderTest(case, case.make(path, tables), tables)

@@ -266,6 +266,13 @@ class Cache(MemoryTier):
         self.scored.append((table, scores))
         super().update(table, keys, vectors, versions)
 
+    def expire(self, table: Any, oldest: int) -> int:
+        entries = self._tables.get(table, {})
+        old = [k for k, e in [*entries.items()] if e.row is not None and e.version < oldest]
+        for key in old:
+            del entries[key]
+        return len(old)
+
     def top_k(self, table: Any, n: int) -> Any:
         held = [
             k for k, entry in self._tables.get(table, {}).copy().items() if entry.row is not None

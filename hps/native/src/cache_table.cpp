@@ -325,12 +325,32 @@ void CacheTable::evict(const std::int64_t* keys, std::size_t n) {
   const std::lock_guard<std::mutex> lock(writer_);
   Slot at{0, 0};
   for (std::size_t i = 0; i < n; ++i) {
-    if (!find(keys[i], at)) continue;
-    const RowKind before = kind_at(load(bucket(at).word), at.slot);
-    begin_change(at, load(bucket(at).rows[at.slot]), before);
-    release_row(clear_slot(at));
-    end_change(before, RowKind::kNone);
+    if (find(keys[i], at)) free_slot(at);
   }
+}
+
+std::size_t CacheTable::expire(std::uint64_t oldest, std::uint64_t first, std::uint64_t n) {
+  const std::lock_guard<std::mutex> lock(writer_);
+  std::size_t expired = 0;
+  const std::uint64_t end = first + std::min(n, view_.n_buckets - std::min(first, view_.n_buckets));
+  for (std::uint64_t number = first; number < end; ++number) {
+    const Bucket& target = view_.buckets[number];
+    for (unsigned slots = readable(load(target.word)); slots != 0; slots &= slots - 1) {
+      const Slot at{number, static_cast<unsigned>(__builtin_ctz(slots))};
+      if (load(view_.versions[load(target.rows[at.slot])]) >= oldest) continue;
+      free_slot(at);
+      ++expired;
+    }
+  }
+  return expired;
+}
+
+// Takes an occupied slot out of use and releases its row.
+void CacheTable::free_slot(Slot at) {
+  const RowKind before = kind_at(load(bucket(at).word), at.slot);
+  begin_change(at, load(bucket(at).rows[at.slot]), before);
+  release_row(clear_slot(at));
+  end_change(before, RowKind::kNone);
 }
 
 void CacheTable::release_row(std::uint32_t row) {

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Eviction = Literal["lru", "lfu", "random", "fifo"]
 """Eviction policy: drops the least recently used row, the least frequently used one (use counts fade), a
 random one, or the one inserted first."""
+_EXPIRED_AT_ONCE = 1 << 16
+"""Buckets that `CpuCache.expire` reads per call: some milliseconds, for which other writes wait."""
 
 
 class CpuCache(CacheReads):
@@ -36,7 +38,8 @@ class CpuCache(CacheReads):
     writes to it are dropped. ``eviction``: the eviction policy; ``evictions`` sets it for single
     tables. ``memory``: the memory of the tables. ``threads``: the most threads for one call with many
     keys. Reads never wait and may be called from many threads; writes are serialized. ``clock`` returns
-    Unix seconds and drives the expiry of tombstones."""
+    Unix seconds and drives the expiry of tombstones. ``on_left_out`` receives the number of changed rows
+    that `add_table` with ``used_only`` left out."""
 
     def __init__(
         self,
@@ -47,9 +50,12 @@ class CpuCache(CacheReads):
         memory: CacheMemory | None = None,
         threads: int = 1,
         clock: Callable[[], float] = time.time,
+        on_left_out: Callable[[int], None] = lambda _rows: None,
     ) -> None:
         super().__init__(threads=threads, clock=clock)
         self._mapped: dict[EmbeddingTable, OverlaidTable] = {}
+        self._used_only: set[EmbeddingTable] = set()
+        self._on_left_out = on_left_out
         self._eviction = eviction
         self._memory = memory or CacheMemory()
         try:
@@ -66,8 +72,11 @@ class CpuCache(CacheReads):
         eviction: Eviction | None = None,
         *,
         on_demand: bool = False,
+        used_only: bool = False,
     ) -> None:
-        """Add ``table``, empty, with a capacity of ``rows`` rows; ``on_demand``: see `CacheMemory.make`."""
+        """Add ``table``, empty, with a capacity of ``rows`` rows; ``on_demand``: see `CacheMemory.make`.
+
+        ``used_only``: of changes that hide rows of a mapped file, insert those of rows in use alone."""
         if rows < 0:
             raise ConfigError(f"the cache of table {table.id} can't have {rows} rows; 0 is none")
         if rows == 0:
@@ -79,11 +88,14 @@ class CpuCache(CacheReads):
         held = self._memory.make(table, rows, eviction, on_demand=on_demand)
         held.threads = self._threads
         self._unmap(table)
+        if used_only:
+            self._used_only.add(table)
         self._caches[table] = self._tables[table] = held
 
     def drop_table(self, table: EmbeddingTable) -> None:
         """Remove ``table`` and free its memory."""
         self._tables.pop(table, None)
+        self._used_only.discard(table)
         self._unmap(table)
         if self._caches.pop(table, None) is not None and self._memory.shared:
             self._memory.shared.drop(table)
@@ -93,8 +105,9 @@ class CpuCache(CacheReads):
 
         The rows of the file should be in memory: readers wait for those that are not. From now on `insert`
         drops rows that the file answers. Changes that hide rows of the file are inserted just before: all
-        while there is room, then only those of rows in use. Attached processes read the file, too. Raises
-        KeyError for a table without capacity, OSError if the file's marks cannot be shared."""
+        while there is room, then, or with ``used_only``, only those of rows in use. Attached processes read
+        the file, too. Raises KeyError for a table without capacity, OSError if the file's marks cannot be
+        shared."""
         held, shared = self._caches[table], self._memory.shared
         uses = np.zeros(mapped.file.header.rows, np.uint8)
         if shared is not None:
@@ -163,11 +176,14 @@ class CpuCache(CacheReads):
         held, counts = self._caches.get(table), self._use_counts.get(table)
         if held is None or counts is None:
             return
-        if vectors is not None and held.rows + len(keys) > held.capacity:
+        is_full = held.rows + len(keys) > held.capacity
+        if vectors is not None and (is_full or table in self._used_only):
             try:
                 used = counts.used(keys)
             except RuntimeError:  # the file is damaged; the stores report it
                 return
+            if table in self._used_only:
+                self._on_left_out(int(np.count_nonzero(~used)))
             keys, vectors, versions = keys[used], vectors[used], versions[used]
         self._put(table, held, keys, vectors, versions, resident_only=False)
 
@@ -194,6 +210,17 @@ class CpuCache(CacheReads):
         check_keys(table, keys)
         if held := self._caches.get(table):
             held.evict(keys)
+
+    def expire(self, table: EmbeddingTable, oldest: int, begin: int = 0) -> tuple[int, int]:
+        """Evict rows with versions below ``oldest`` from a part of the table, from bucket ``begin`` on.
+
+        Returns their number, and the bucket with which to continue, 0 at the end. Reads do not check the age
+        of rows: so the thread that writes the cache calls this from time to time."""
+        held = self._caches.get(table)
+        if held is None:
+            return 0, 0
+        end = begin + _EXPIRED_AT_ONCE
+        return held.expire(oldest, begin, _EXPIRED_AT_ONCE), end if end < held.buckets else 0
 
     def status(self) -> dict[str, Any]:
         """Describe the tables that are read from mapped files, and the shared memory if there is one."""

@@ -81,6 +81,13 @@ class GpuReplicas:
             if not cache.sealed(table):
                 cache.evict(table, keys)
 
+    def expire(self, table: EmbeddingTable, oldest: int) -> int:
+        """Evict the rows with versions below ``oldest`` from all caches, for the thread that writes them.
+
+        Returns their number on the device with the most of them."""
+        evicted: int = max(cache.expire(table, oldest) for cache in self.caches)
+        return evicted
+
     def seal(self, table: EmbeddingTable) -> int:
         """Seal a static table on all devices.
 

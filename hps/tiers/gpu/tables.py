@@ -29,8 +29,8 @@ have, unless they have one of their own; and the version of these rows in ``tabl
 class GpuTables:
     """Adds, removes, measures and exports tables.
 
-    `drop_table`, `export` and `size` belong to the writer's thread. `add_table` may be called from any
-    thread before the table is used; the other methods are thread-safe."""
+    `drop_table`, `expire`, `export` and `size` belong to the writer's thread. `add_table` may be called from
+    any thread before the table is used; the other methods are thread-safe."""
 
     def __init__(self, device: int) -> None:
         self._cupy = cupy()
@@ -183,6 +183,19 @@ class GpuTables:
             return 0
         with self._device:
             return held.count(self._writer.stream)[0]
+
+    def expire(self, table: EmbeddingTable, oldest: int) -> int:
+        """Evict the rows with versions below ``oldest``; return their number. For the writer's thread.
+
+        A row that several tables share has the lowest of its versions in these. Static tables keep theirs."""
+        held = self._tables.get(table)
+        if held is None or held.static:
+            return 0
+        with self._device:
+            keys = held.expired(self._writer.stream, oldest)
+            if len(keys):
+                self._writer.evict(held, keys)
+        return len(keys)
 
     def top_k(self, table: EmbeddingTable, n: int) -> tuple[KeyArray, NDArray[np.uint8]]:
         """Like `CpuCache.top_k`, with scores by the table's eviction policy.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.mapped.faults import MappedFaults
-from hps.tiers.mapped.overlaid_table import OverlaidTable
+from hps.tiers.mapped.overlaid_table import OverlaidTable, has_expired
 from hps.tiers.rocksdb.damage import DamagedFiles
 from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, VersionArray
 
@@ -21,12 +22,15 @@ class MappedFileTier:
     """Rows of mapped files. Read-only: the mutating verbs raise TierError.
 
     ``shared``: the folder of `RowMarks`, if other processes are to read the tables. ``damage``: the damaged
-    files; their rows miss, and the answers are degraded. Thread-safe."""
+    files; their rows miss, and the answers are degraded. ``clock`` returns Unix seconds and drives the
+    expiry of rows. Thread-safe."""
 
     info = TierInfo(NAME, Source.ROCKSDB, blocking=True, volatile=False)
 
-    def __init__(self, *, shared: Path | None = None) -> None:
-        self._shared = shared
+    def __init__(
+        self, *, shared: Path | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._shared, self._clock = shared, clock
         self._tables: dict[EmbeddingTable, OverlaidTable] = {}
         self.damage = DamagedFiles(Path())
         self._faults = MappedFaults(
@@ -49,7 +53,10 @@ class MappedFileTier:
 
     def mapped(self, table: EmbeddingTable) -> OverlaidTable | None:
         """Return the file of ``table``; None if it is not open."""
-        return self._tables.get(table)
+        mapped = self._tables.get(table)
+        if mapped is not None and has_expired(table, mapped, self._clock):
+            mapped.expire()
+        return mapped
 
     def rows(self, table: EmbeddingTable) -> int:
         """Return the number of rows of ``table``."""
@@ -58,7 +65,7 @@ class MappedFileTier:
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         for part in parts:
-            mapped = self._tables.get(part.table)
+            mapped = self.mapped(part.table)
             if mapped is None:
                 continue
             try:

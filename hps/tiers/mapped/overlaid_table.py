@@ -20,6 +20,7 @@ from hps.types import (
     Source,
     VectorArray,
     VersionArray,
+    oldest_row,
 )
 
 _NONE = np.empty(0, np.int64)
@@ -97,6 +98,8 @@ class OverlaidTable:
         self.on_hiding: OnHiding | None = None
         """A cache whose readers read the file first takes the changes here: else they would miss them."""
         self._unreadable = ""
+        self.expired_rows: int | None = None
+        """The number of rows that `expire` hid; None: it was not called."""
         base = MappedSegment(path, version, folder=folder)
         self.file: MappedFile = base.file
         self.digest = base.file.header.digest
@@ -126,6 +129,12 @@ class OverlaidTable:
     def unreadable(self, reason: str) -> None:
         self._unreadable = reason
         for segment in self._segments if reason else ():
+            segment.marks.hide_all()
+
+    def expire(self) -> None:
+        """Hide all rows of the file from all readers, for good; no other thread may write bits meanwhile."""
+        self._has_overlay, self.expired_rows = True, self.rows - self.overridden
+        for segment in self._segments:
             segment.marks.hide_all()
 
     @property
@@ -350,3 +359,10 @@ def _merged(one: IndexArray, other: IndexArray) -> IndexArray:
     if not len(one) or not len(other):
         return one if len(one) else other
     return np.sort(np.concatenate([one, other]))
+
+
+def has_expired(table: EmbeddingTable, mapped: OverlaidTable, clock: Callable[[], float]) -> bool:
+    """True if the rows of ``mapped`` have expired and are not hidden yet; ``clock`` returns Unix seconds."""
+    if table.ttl_s is None or mapped.expired_rows is not None:
+        return False
+    return mapped.version < oldest_row(table, clock())

@@ -3,7 +3,8 @@
 RocksDB is written first, then a cache that reads the file (`OverlaidTable.on_hiding`), then the bits that
 hide the file's rows, then the write is acknowledged. So a reader sees the file's row until it sees the new
 one. A set bit implies an entry in the overlay: an expired
-tombstone of a key of the file is kept, and an evicted row leaves one that has expired from the start."""
+tombstone of a key of the file is kept, and an evicted or expired row leaves one that has expired from the
+start. All bits are set once the rows of the file have expired (`OverlaidTable.expire`)."""
 
 from __future__ import annotations
 
@@ -90,9 +91,18 @@ class OverlayRows(VersionedRows):
             in_file = mapped.positions(keys) >= 0
             super().remove(table, keys[~in_file])
             family, hidden = self._database.family(table), keys[in_file]
-            code, oldest = np.unique(family.codec.codes(hidden)), np.zeros(len(hidden), np.uint64)
-            self._put(family, code, lambda part: family.codec.encode_tombstones(oldest[part]))
+            self._put_oldest_tombstones(family, np.unique(family.codec.codes(hidden)))
             mapped.override(hidden)
+
+    def drop(self, family: TableFamily, code: CodeArray) -> None:
+        in_file = self._masks(family, code)
+        super().drop(family, code[~in_file])
+        self._put_oldest_tombstones(family, code[in_file])
+
+    def _put_oldest_tombstones(self, family: TableFamily, code: CodeArray) -> None:
+        """Put tombstones that have expired from the start, which hide rows of the file."""
+        oldest = np.zeros(len(code), np.uint64)
+        self._put(family, code, lambda part: family.codec.encode_tombstones(oldest[part]))
 
     def _masks(self, family: TableFamily, code: CodeArray) -> NDArray[np.bool_]:
         if not len(code):

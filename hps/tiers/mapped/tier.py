@@ -27,7 +27,7 @@ from hps.errors import ModelError, TierError
 from hps.tiers.base import Part, restrict_part
 from hps.tiers.mapped.faults import MappedFaults
 from hps.tiers.mapped.ordered_scan import ordered_rows
-from hps.tiers.mapped.overlaid_table import OverlaidTable
+from hps.tiers.mapped.overlaid_table import OverlaidTable, has_expired
 from hps.tiers.mapped.overlay_keys import CollectedKeys, OverlaidKeys
 from hps.tiers.mapped.overlay_rows import OverlayRows
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier, ScannedRows
@@ -77,6 +77,7 @@ class MappedTier(RocksDbTier):
         self._faults = MappedFaults(self.damage, remedy, self._database.lock)
 
     def _make_rows(self, clock: Callable[[], float]) -> VersionedRows:
+        self._clock = clock
         self._overlay_rows = OverlayRows(self._database, clock, self._overlaid)
         return self._overlay_rows
 
@@ -216,9 +217,15 @@ class MappedTier(RocksDbTier):
 
     def _overlaid(self, table: EmbeddingTable) -> OverlaidTable | None:
         try:
-            return self._by_table[table]
+            mapped = self._by_table[table]
         except KeyError:
-            pass
+            mapped = self._find_overlaid(table)
+        if mapped is not None and has_expired(table, mapped, self._clock):
+            with self._database.lock:
+                mapped.expire()
+        return mapped
+
+    def _find_overlaid(self, table: EmbeddingTable) -> OverlaidTable | None:
         with self._database.lock:
             record = self._database.overlay(table)
             if record is not None:

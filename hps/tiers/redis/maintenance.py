@@ -45,6 +45,9 @@ _EVERY_S, _AFTER_LOSS_S = 10.0, 0.5
 _LONGEST_PASS_S = 3600.0
 _KINDS: dict[Policy, bytes] = {"random": b"", "least_used": b"n", "oldest": b"t"}
 
+CountRemoved = Callable[[EmbeddingTable, int], None]
+"""``count(table, entries)`` counts expired entries that were removed."""
+
 
 @dataclass(slots=True)
 class _PartitionSweep:
@@ -62,7 +65,8 @@ class _PartitionSweep:
 class RedisMaintenance:
     """Evicts and expires entries, and calls ``also`` in the background.
 
-    The background work runs regularly, and soon after a server was lost. Thread-safe; parallel sweeps are
+    The background work runs regularly, and soon after a server was lost. ``on_removed`` receives the number
+    of expired entries, tombstones too, that were removed from a table. Thread-safe; parallel sweeps are
     harmless."""
 
     def __init__(
@@ -71,19 +75,21 @@ class RedisMaintenance:
         tables: RedisTables,
         settings: RedisSettings,
         also: Callable[[], None] = lambda: None,
+        on_removed: CountRemoved = lambda _table, _entries: None,
     ) -> None:
         self._client = client
         self._tables = tables
         self._margin = settings.overflow_margin
         self._policy: Policy = settings.overflow_policy
         self._target = round((self._margin or 0) * settings.overflow_resolution_target)
+        self._versioned = settings.layout == "native"
         self._ttl_s = settings.ttl_s
         self._table_ttl_s = settings.table_ttl_s
         self._sweeps: dict[tuple[RedisTable, int], _PartitionSweep] = {}
         self._thread = PeriodicThread(
             self._background, _AFTER_LOSS_S, f"hps-{NAME}-maintenance", idle_rounds=1
         )
-        self._also = also
+        self._also, self._on_removed = also, on_removed
         self._last = time.monotonic()
         self._losses = self._losses_handled = 0
         self._lock = threading.Lock()
@@ -96,7 +102,9 @@ class RedisMaintenance:
     def oldest_row(self, table: EmbeddingTable) -> int:
         """Return the version below which a row is expired."""
         ttl = self._ttl(table)
-        return 0 if ttl is None else make_version(int(max(0.0, time.time() - ttl) * 1000))
+        if ttl is None or not self._versioned:
+            return 0
+        return make_version(int(max(0.0, time.time() - ttl) * 1000))
 
     # -- entries beyond the limit ------------------------------------------------------------------
 
@@ -219,6 +227,7 @@ class RedisMaintenance:
                 if sweep.cursor == b"0":
                     break
             sweep.due = min(sweep.due, 1.0)
+        self._on_removed(layout.table, removed)
         return removed
 
     def _pass_s(self, table: EmbeddingTable) -> float:
@@ -230,7 +239,9 @@ class RedisMaintenance:
         return max(_EVERY_S, min(_LONGEST_PASS_S, (self._ttl(table) or math.inf) / 4))
 
     def _ttl(self, table: EmbeddingTable) -> float | None:
-        return self._table_ttl_s.get(f"{table.model}/{table.name}", self._ttl_s)
+        """The shorter one of the table's own time to live and that of Redis' settings."""
+        here = self._table_ttl_s.get(f"{table.model}/{table.name}", self._ttl_s)
+        return min((ttl for ttl in (here, table.ttl_s) if ttl is not None), default=None)
 
     def close(self) -> None:
         self._thread.close()

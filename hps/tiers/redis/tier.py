@@ -28,7 +28,7 @@ from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.connection import NAME, RedisCommand, read_replies
 from hps.tiers.redis.layout import SCRIPTS, WRITE_SLICE, entry_stamp
 from hps.tiers.redis.load import RedisLoads, RedisLoadSource
-from hps.tiers.redis.maintenance import RedisMaintenance
+from hps.tiers.redis.maintenance import CountRemoved, RedisMaintenance
 from hps.tiers.redis.positions import RedisStreamPositions
 from hps.tiers.redis.rows import CommandKeys, PartRead, receive_rows
 from hps.tiers.redis.tables import RedisTable, RedisTables, RedisTableUsage
@@ -52,16 +52,19 @@ class RedisTier:
     """Rows in Redis, as a `Tier` and an `hps.tiers.positions.PositionedStore`.
 
     ``layout: hps`` reads and writes HPS's own layout: no versions, no tombstones, last write wins.
+    ``on_removed`` receives the number of expired entries, tombstones too, that were removed from a table.
     The constructor only raises ConfigError, for unreadable certificates and secrets; it does not connect."""
 
     info = TierInfo(NAME, Source.REDIS, blocking=True, shared=True, cache=True)
 
-    def __init__(self, settings: RedisSettings) -> None:
+    def __init__(
+        self, settings: RedisSettings, on_removed: CountRemoved = lambda _table, _entries: None
+    ) -> None:
         self._client = RedisClient(settings, SCRIPTS)
         self._tables = RedisTables(self._client, settings)
         self._loads = RedisLoads(self.insert, self._client)
         self._maintenance = RedisMaintenance(
-            self._client, self._tables, settings, self._loads.check_losses
+            self._client, self._tables, settings, self._loads.check_losses, on_removed
         )
         self._writes = RedisWriter(self._client, self._tables, self._maintenance)
         positions = RedisStreamPositions(self._client, self._tables)

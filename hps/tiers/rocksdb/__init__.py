@@ -3,7 +3,7 @@
 In reading order: ``layout`` (column families, keys, values), ``database_options``,
 ``acknowledged_writes``, ``recovery``, ``database_handle`` and ``database`` (the folder), ``rows``
 (reads and writes), ``high_water`` (writes that need no read), ``load`` (bulk), ``positions`` (streams),
-``tombstones``, ``write_throttle``, ``secondary``, ``checkpoint``, ``damage``, ``repair``
+``tombstones``, ``expiry``, ``write_throttle``, ``secondary``, ``checkpoint``, ``damage``, ``repair``
 and ``sst`` (HPS's dumps)."""
 
 from hps.tiers.rocksdb.checkpoint import CheckpointFolder, bootstrap, complete_checkpoints, restore

@@ -23,6 +23,7 @@ from hps.types import (
     KeyArray,
     VectorArray,
     VersionArray,
+    oldest_row,
     oldest_tombstone,
 )
 
@@ -42,13 +43,13 @@ class ScannedRows(NamedTuple):
 
 
 def scan_entries(
-    data: Rdict, start: bytes | None = None
+    data: Rdict, start: bytes | None = None, most: int = _SCAN_ROWS
 ) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """Yield keys and values from key ``start`` on, some thousand at a time.
+    """Yield keys and values from key ``start`` on, at most ``most`` at a time.
 
     Raises RocksDB's error at a damaged block."""
     items, last = data.items(from_key=start), start
-    while some := list(islice(items, _SCAN_ROWS)):
+    while some := list(islice(items, most)):
         names, values = map(list, zip(*some, strict=True))
         last = names[-1]
         yield names, values
@@ -63,8 +64,8 @@ def scan_entries(
 class VersionedRows:
     """Rows with versions, on one open database.
 
-    ``clock`` returns Unix seconds and drives the expiry of tombstones. ``read`` may be called from many
-    threads in parallel with a writer; writers are serialized."""
+    ``clock`` returns Unix seconds and drives the expiry of rows and tombstones. ``read`` may be called from
+    many threads in parallel with a writer; writers are serialized."""
 
     def __init__(self, database: RocksDbDatabase, clock: Callable[[], float]) -> None:
         self._database = database
@@ -80,7 +81,7 @@ class VersionedRows:
         except Exception as error:
             self._database.report_damage(error, family.table.id)
             values, whole = self._read_singly(family, keys), False
-        return _decode(family, values), whole
+        return decode_values(family, values), whole
 
     def _read_singly(self, family: TableFamily, keys: Sequence[bytes]) -> list[bytes]:
         values: list[Any] = []
@@ -92,9 +93,22 @@ class VersionedRows:
                 values.append(b"")
         return values
 
+    def oldest_row(self, family: TableFamily) -> int:
+        """Return the version below which a row has expired; 0 if rows of the table do not expire."""
+        return oldest_row(family.table, self._clock()) if family.codec.versioned else 0
+
+    def without_expired(self, family: TableFamily, stored: StoredRows) -> StoredRows:
+        """Return ``stored`` without the rows that have expired, which then count as not stored."""
+        if not (oldest := self.oldest_row(family)):
+            return stored
+        fresh = stored.versions >= np.uint64(oldest)
+        rows = stored.at[fresh], stored.versions[fresh], stored.vectors[fresh]
+        return StoredRows(*rows, stored.tombstone_at, stored.tombstone_versions)
+
     def scan(self, family: TableFamily, start: int | None = None) -> Iterator[ScannedRows]:
         """Yield every row, in the order of the stored keys, from key ``start`` on."""
-        for keys, stored in self._entries(family, start):
+        for keys, every in self._entries(family, start):
+            stored = self.without_expired(family, every)
             yield ScannedRows(keys[stored.at], stored.vectors, stored.versions)
 
     def tombstones(self, family: TableFamily) -> Iterator[tuple[KeyArray, VersionArray]]:
@@ -112,7 +126,7 @@ class VersionedRows:
             if start is not None:
                 (last,) = family.codec.stored_keys(family.codec.codes(np.array([start], np.int64)))
             for names, values in scan_entries(family.data, last):
-                yield family.codec.keys(b"".join(names)), _decode(family, values)
+                yield family.codec.keys(b"".join(names)), decode_values(family, values)
 
     def check_first(self, family: TableFamily) -> None:
         """Raise TierError if the length of the table's first row does not match its dim and dtype."""
@@ -120,7 +134,7 @@ class VersionedRows:
             first = family.data.iter()
             first.seek_to_first()
             if first.valid():
-                _decode(family, [first.value()])
+                decode_values(family, [first.value()])
                 return
             try:
                 first.status()
@@ -217,6 +231,10 @@ class VersionedRows:
             family = self._database.family(table)
             self._put(family, np.sort(family.codec.codes(keys)), None)
 
+    def drop(self, family: TableFamily, code: CodeArray) -> None:
+        """Remove the rows of ascending ``code (n,)``, which have expired. The caller holds the lock."""
+        self._put(family, code, None)
+
     def _put(
         self, family: TableFamily, code: CodeArray, values: Callable[[slice], list[bytes]] | None
     ) -> None:
@@ -275,7 +293,8 @@ def _remove_tombstones(
     family.tombstones.remove(batch, entries)
 
 
-def _decode(family: TableFamily, values: Sequence[bytes]) -> StoredRows:
+def decode_values(family: TableFamily, values: Sequence[bytes]) -> StoredRows:
+    """Decode ``values``, see `RowValueCodec.decode`. Raises TierError for rows of another shape."""
     try:
         return family.codec.decode(values)
     except WrongLength as error:

@@ -25,6 +25,7 @@ from hps.tiers.rocksdb.counts import compacted_rows, entries_in
 from hps.tiers.rocksdb.database import RocksDbDatabase, TableFamily
 from hps.tiers.rocksdb.database_options import Access, OnLostWrites, OpenSettings, RocksDbTuning
 from hps.tiers.rocksdb.errors import NAME
+from hps.tiers.rocksdb.expiry import RowExpiry
 from hps.tiers.rocksdb.layout import CodeArray
 from hps.tiers.rocksdb.load import BulkLoad, ingest_folder, loaded_until
 from hps.tiers.rocksdb.load_record import LoadRecord
@@ -55,7 +56,7 @@ class RocksDbTier:
     ``layout="hps"`` reads and writes HPS's own layout: no versions, no tombstones, last write wins.
     ``on_lost_writes``: whether a primary opens if acknowledged writes are missing from its write-ahead
     log; with ``repair`` also although table files are damaged, for `repair` only. ``clock`` returns Unix
-    seconds and drives the expiry of tombstones."""
+    seconds and drives the expiry of rows and tombstones."""
 
     info = TierInfo(NAME, Source.ROCKSDB, blocking=True, volatile=False)
 
@@ -80,6 +81,7 @@ class RocksDbTier:
         self._positions = positions = RocksDbStreamPositions(self._database, self._rows)
         self.applied, self.identify = positions.applied, positions.identify
         self.restart = positions.restart
+        self.expire = RowExpiry(self._database, self._rows).step
         self._slice = _MAPPED_SLICE if tuning.mmap_reads else _READ_SLICE
 
     def _make_rows(self, clock: Callable[[], float]) -> VersionedRows:
@@ -304,7 +306,8 @@ class RocksDbTier:
         """Fetch ascending codes. ``order``: their positions in ``part.missing``.
 
         Returns those of ``order`` that were answered, and whether all were readable."""
-        stored, whole = self._rows.read(family, code)
+        every, whole = self._rows.read(family, code)
+        stored = self._rows.without_expired(family, every)
         at = order[stored.at]
         found = part.missing[at]
         part.out[found] = stored.vectors

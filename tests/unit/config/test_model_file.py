@@ -266,6 +266,7 @@ def specs(draw: st.DrawFn) -> ModelSpec:
                 "key_dtype": draw(st.sampled_from(["int64", "uint32"])),
                 "default": draw(floats | st.lists(floats, min_size=dim, max_size=dim)),
                 "tombstone_ttl_s": draw(st.floats(0, 1e9)),
+                "ttl_s": draw(st.none() | st.floats(1e-3, 1e9)),
             }
         )
     features = [

@@ -491,3 +491,16 @@ def test_large_tables_have_no_members():
     shape = plan_table_shape(EmbeddingTable.make("t", 1), layout.MEMBER)
     assert not shape.has_members
     assert (shape.row_mask, shape.hidden(0)) == (layout.ROW_MASK, EMPTY)
+
+
+@pytest.mark.parametrize("shape", [SMALL, ROOMY])
+def test_expired_rows_are_evicted_and_tombstones_stay(shape):
+    twin, keys = TwinTable(shape, DIM), np.arange(40)
+    twin.write(keys, rows_of(keys), keys.astype(np.uint64))
+    twin.write(keys[:5], None, versions_of(keys[:5], 9))
+    before = twin.resident()
+    twin.expire(20)
+    np.testing.assert_array_equal(twin.resident(), before[before >= 20])
+    _, words, _ = twin.fetch(keys[:5])
+    assert (words & TOMBSTONE).all()
+    check_invariants(twin)

@@ -252,3 +252,10 @@ def test_folded_rows_have_the_errors_of_their_second_conversion(tmp_path):
     assert users.conversion == base["users"].conversion is not None
     assert users.delta.conversion.max_error == 0  # they were narrow before
     assert items.conversion == base["items"].conversion is not None
+
+
+def test_updates_of_rows_that_expire_are_not_folded(tmp_path):
+    served = Served(tmp_path, ttl_s=3600)
+    served.update(1, FIRST)
+    with pytest.raises(ModelError, match=r"table m/1/users has ttl_s: 3600, and folded rows"):
+        served.compact(1)

@@ -58,6 +58,7 @@ def test_tables_carry_the_overridden_settings(repository, make_version):
             "users": TableOverride(
                 default=0.5,
                 tombstone_ttl_s=7,
+                ttl_s=60,
                 miss_policy=MissPolicySpec(kind="default_then_promote", min_hit_rate=0.25),
             )
         }
@@ -71,7 +72,9 @@ def test_tables_carry_the_overridden_settings(repository, make_version):
         "default_then_promote",
         0.25,
     )
+    assert users.ttl_s == 60
     assert tables["items"].default.tolist() == [0] * 8
+    assert tables["items"].ttl_s is None
     assert repository.open("ctr").embedding_tables()["users"] is not users
 
 

@@ -21,7 +21,7 @@ ROW = st.sampled_from(
     [(1, np.float16), (3, np.float32), (16, np.float32), (32, np.float32), (36, np.int8)]
 )
 OPERATION = st.sampled_from(
-    ["insert", "insert", "insert", "update", "delete", "evict", "fetch", "gather"]
+    ["insert", "insert", "insert", "update", "delete", "evict", "expire", "fetch", "gather"]
 )
 
 
@@ -61,6 +61,10 @@ def apply(table, operation, keys, versions, row):
         table.write(keys, None, versions, 3, False)
     elif operation == "evict":
         table.evict(keys)
+    elif operation == "expire":
+        # Rows of the version before, in all buckets and in some.
+        oldest = int(versions[0]) if len(versions) else 1
+        return [[table.expire(oldest, 2, 3), table.expire(oldest, 0, 1), table.expire(1, 0, 99)]]
     elif operation == "gather":
         out = np.full((len(keys), row[0]), 7, row[1])
         found = table.gather(keys, out)
@@ -87,6 +91,26 @@ def test_random_operation_sequences_leave_both_twins_equal(capacity, row, evicti
             np.testing.assert_array_equal(left, right)
         assert state(tables[0]) == state(tables[1])
         assert tables[0].rows + tables[0].tombstones <= capacity
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_expired_rows_make_room_and_tombstones_stay(number):
+    table, keys = native_and_twin(100)[number], np.arange(100)
+    versions = np.arange(100).astype(np.uint64)
+    table.write(keys, rows_of(keys, versions), versions, 0, False)
+    table.write(keys[:10], None, versions[:10], 0, False)
+    assert table.expire(0, 0, table.buckets) == 0
+    assert table.expire(50, table.buckets, 5) == 0
+    parts = [table.expire(50, first, 7) for first in range(0, table.buckets, 7)]
+    assert sum(parts) == 40
+    assert max(parts) <= 28
+    assert (table.rows, table.tombstones, table.evictions) == (50, 10, 0)
+    out, _, _, left = fetch(table, keys)
+    assert left.tolist() == [*range(10, 50)]
+    np.testing.assert_array_equal(out[50:], rows_of(keys[50:], keys[50:].astype(np.uint64)))
+    new = np.arange(1000, 1040)
+    table.write(new, rows_of(new, versions[:40]), versions[:40], 0, False)
+    assert (table.rows, table.evictions) == (90, 0)
 
 
 def test_lfu_without_uses_evicts_the_same_rows_as_the_twin():

@@ -78,6 +78,9 @@ class CacheTable final : public RowReader {
   // as a use, a refreshed row and a tombstone do not.
   void write(const CacheWrite& write);
   void evict(const std::int64_t* keys, std::size_t n);
+  // Evicts the rows with versions below `oldest` in `n` buckets from `first` on; returns their
+  // number. Tombstones stay.
+  std::size_t expire(std::uint64_t oldest, std::uint64_t first, std::uint64_t n);
 
   // The keys of the n hottest rows, hottest first.
   std::vector<HotKey> top_k(std::size_t n) const;
@@ -101,6 +104,7 @@ class CacheTable final : public RowReader {
   void admit(std::int64_t key, std::uint64_t version, const std::uint8_t* row);
   bool find_free_slot(std::uint64_t home, Slot& at, unsigned& step) const;
   std::uint32_t clear_slot(Slot at);
+  void free_slot(Slot at);
   bool has_free_row() const;
   bool back_more_rows();
   std::uint32_t allocate_row(RowKind& before);

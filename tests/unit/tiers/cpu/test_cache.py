@@ -9,6 +9,7 @@ import pytest
 from hps.errors import BadRequest, ConfigError
 from hps.native import COMPILED
 from hps.tiers.base import FetchContext, Part
+from hps.tiers.cpu import cache as cache_module
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.cpu.cache_reads import CacheStats
 from hps.types import EmbeddingTable, make_version, version_now
@@ -380,3 +381,23 @@ def calls(function, *arguments):
     finally:
         sys.setprofile(None)
     return sum("call" in event for event in events)
+
+
+# -- expiry ----------------------------------------------------------------------------------------
+
+
+def test_expired_rows_are_evicted_part_by_part(monkeypatch):
+    monkeypatch.setattr(cache_module, "_EXPIRED_AT_ONCE", 10)
+    cache, keys = CpuCache({TABLE: 1000}), np.arange(1000)
+    insert(cache, keys[::2].copy(), NOW - 1)
+    insert(cache, keys[1::2].copy(), NOW)
+    parts, begin = [], 0
+    while True:
+        rows, begin = cache.expire(TABLE, int(NOW), begin)
+        parts.append(rows)
+        if not begin:
+            break
+    assert sum(parts) == 500
+    assert max(parts) <= 40
+    assert held(cache, keys.tolist()) == keys[1::2].tolist()
+    assert cache.expire(EmbeddingTable.make("absent", 4), int(NOW)) == (0, 0)

@@ -9,6 +9,7 @@ import pytest
 
 from hps.cuda import fetch as fetch_module
 from hps.cuda import launch, layout, loader, memory
+from hps.cuda import table as table_module
 from hps.cuda.fetch import FetchVariant
 from hps.cuda.layout import (
     EMPTY,
@@ -649,6 +650,30 @@ def test_roomy_table_keeps_its_capacity_under_churn(policy):
     cache.clear(table)
     check(held)
     assert (cache.size(table), held.state.filled) == (0, 0)
+
+
+@pytest.mark.parametrize("load", [1.0, ROOMY_LOAD])
+def test_expired_rows_are_evicted(monkeypatch, load):
+    monkeypatch.setattr(table_module, "_RANKED_AT_ONCE", 512)
+    table, keys = EmbeddingTable.make("t", 8), np.arange(5000)
+    cache = GpuCache({})
+    cache.add_table(table, len(keys), load=load)
+    versions = versions_of(keys) + (keys % 3).astype(np.uint64)
+    cache.insert(table, keys, distinct_rows(table, keys), versions)
+    cache.delete(table, keys[:10], versions_of(keys[:10], 5))
+    held = cache.held(table)
+    before, tombstones = held.count(cache.space.take_stream())
+    evicted = cache.expire(table, NOW + 2)
+    assert before * 0.6 < evicted < before * 0.7
+    check(held)
+    assert held.count(cache.space.take_stream()) == (before - evicted, tombstones)
+    found = np.flatnonzero(fetch(cache, table, keys).source.get())
+    assert len(found) == before - evicted
+    assert (keys[found] % 3 == 2).all()
+    assert cache.expire(table, NOW + 2) == 0
+    cache.insert(table, keys, distinct_rows(table, keys, 1), versions_of(keys, 6))
+    check(held)
+    assert cache.expire(EmbeddingTable.make("absent", 8), NOW) == 0
 
 
 def test_closed_cache_gives_its_memory_back_while_it_lives():
