@@ -61,8 +61,7 @@ class EmbeddingTable:
     Compared and hashed by identity: a process has one object per table, and tiers key their state by it.
     ``default`` is ``(dim,)`` of ``dtype``, read-only: the answer for an unknown key.
     ``tombstone_ttl_s`` is the time for which a deletion is kept, so that an older insert that arrives late
-    is dropped. ``ttl_s``: the age at which a row expires; None: it never does.
-    ``key_bits`` is 64, or 32 if only the low 32 bits of a key count (`key_dtype: uint32`).
+    is dropped. ``ttl_s``: the age at which a row expires, or None. ``key_bits``: the low bits that count.
     ``hps_version``: the version in its names in the layout `hps`; 0: its names are HPS's own, without one.
     ``row_format``: how tiers store a row. ``dtype``: of the vectors that lookups return."""
 
@@ -141,15 +140,12 @@ class EmbeddingTable:
         rows: str | None = None,
         ttl_s: float | None = None,
     ) -> EmbeddingTable:
-        """Build a table; ``default`` is a scalar or a vector of ``dim`` values.
-
-        ``rows``: the name of the row format; None: rows are vectors of ``dtype``."""
+        """Build a table. ``default``: a scalar or ``dim`` values; ``rows``: a row format, by default ``dtype``."""
         dt = np.dtype(dtype)
         row = np.ascontiguousarray(np.broadcast_to(np.asarray(default, dt), (dim,)))
         row.flags.writeable = False
-        miss = miss or MissPolicy()
         stored = row_format_of(dt) if rows is None else row_format(rows)
-        first = model, version, name, dim, dt, row, miss
+        first = model, version, name, dim, dt, row, miss or MissPolicy()
         return EmbeddingTable(*first, tombstone_ttl_s, key_bits, hps_version, stored, ttl_s)
 
 
@@ -400,6 +396,5 @@ def oldest_tombstone(table: EmbeddingTable, unix_s: float) -> int:
 
 def oldest_row(table: EmbeddingTable, unix_s: float) -> int:
     """The version below which a row of ``table`` has expired at the instant ``unix_s``; 0: none."""
-    if table.ttl_s is None:
-        return 0
-    return make_version(int(max(0.0, (unix_s - table.ttl_s) * 1000.0)))
+    age = table.ttl_s
+    return 0 if age is None else make_version(int(max(0.0, (unix_s - age) * 1000.0)))
