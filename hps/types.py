@@ -140,7 +140,7 @@ class EmbeddingTable:
         rows: str | None = None,
         ttl_s: float | None = None,
     ) -> EmbeddingTable:
-        """Build a table. ``default``: a scalar or ``dim`` values. ``rows``: a row format; None: as ``dtype``."""
+        """Build a table. ``default``: a scalar or ``dim`` values. ``rows``: a format; None: as ``dtype``."""
         dt = np.dtype(dtype)
         row = np.ascontiguousarray(np.broadcast_to(np.asarray(default, dt), (dim,)))
         row.flags.writeable = False
