@@ -99,7 +99,17 @@ class Measured:
     @property
     def failed(self) -> int:
         """Errors, and answers with defaults in place of rows, which the server flags as degraded."""
-        return int(((self.records["status"] != 200) | (self.records["wrong"] == 2)).sum())
+        return int(self._failures.sum())
+
+    @property
+    def _failures(self) -> NDArray[np.bool_]:
+        failures: NDArray[np.bool_] = self.records["status"] != 200
+        return failures | (self.records["wrong"] == 2)
+
+    def failed_in(self, halves: list[Half]) -> int:
+        """Those of requests that were due in ``halves``."""
+        times = [(half.begin, half.end) for half in halves]
+        return int((self._failures & inside(times, self.records["due"])).sum())
 
     @property
     def mixed(self) -> int:
@@ -137,6 +147,7 @@ class Measured:
             yield {
                 "": f"{name}, {title}",
                 "requests": len(late),
+                "failed": self.failed_in(halves),
                 "p50 ms": float(p50),
                 "p99 ms": float(p99),
                 "p99.9 ms": float(p999),

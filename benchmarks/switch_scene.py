@@ -197,12 +197,14 @@ class Side:
             raise OSError(f"{path}: {error.code} {error.read()[:500]!r}\n{log}") from error
 
     def resources(self) -> dict[str, float]:
-        """Anonymous and shared memory (MB), descriptors and threads of the server's processes."""
+        """Anonymous and shared memory (MB), descriptors, threads and major page faults of the server's
+        processes."""
         family = [self.server.process, *self.server.process.children(recursive=True)]
         return {
             "anonymous MB": sum(_anonymous_kb(each.pid) for each in family) / 1024,
             "descriptors": float(sum(_descriptors(each.pid) for each in family)),
             "threads": float(sum(each.num_threads() for each in family)),
+            "major faults": float(sum(_major_faults(each.pid) for each in family)),
         }
 
 
@@ -213,6 +215,11 @@ def _descriptors(pid: int) -> int:
         with suppress(OSError):
             found += not str(each.readlink()).startswith("socket:")
     return found
+
+
+def _major_faults(pid: int) -> int:
+    """Page faults for which a page was read: of mapped files that left the page cache, say."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[9])
 
 
 def _anonymous_kb(pid: int) -> int:
