@@ -23,7 +23,7 @@ from tests.support.tiers import TIERS, open_case
 TTL_S = 3600
 OLD = make_version(NOW_MS - TTL_S * 1000 - 60_000)
 YOUNG = make_version(NOW_MS - TTL_S * 1000 + 1_800_000)
-CACHES = ["cpu_cache", "cpu_cache_float16", "gpu_cache", "gpu_cache_float16"]
+CACHES = ["cpu_cache", "cpu_cache_float16", "gpu_cache", "gpu_cache_float16", "gpu_split"]
 # A cache comes first in them, and answers what it has.
 CACHE_FIRST = [*CACHES, "chain_of_chains", "mapped_in_memory", "gpu_bridge", "gpu_chain"]
 STORES = [name for name, case in TIERS.items() if case.versioned and name not in CACHE_FIRST]

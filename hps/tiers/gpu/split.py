@@ -167,6 +167,11 @@ class GpuSplit(GpuReplicas):
         dropped: int = sum(cache.seal(table) for cache in self.caches)
         return dropped
 
+    def expire(self, table: EmbeddingTable, oldest: int) -> int:
+        """Evict the rows with versions below ``oldest`` on all devices; return their number, with copies."""
+        evicted: int = sum(cache.expire(table, oldest) for cache in self.caches)
+        return evicted
+
     # -- sizes -------------------------------------------------------------------------------------
 
     def capacity(self, table: EmbeddingTable) -> int:
