@@ -59,6 +59,7 @@ ELSEWHERE = {
     m.LOOKUP_DEGRADED,
     m.TIER_SKIPPED,
     m.TABLE_BYTES,
+    m.EXPIRED_ROWS,
     m.DENSE_FALLBACKS,
     m.MODEL_LABEL,
     *(spec.name for spec in TRAFFIC if "_shadow_" in spec.name),
