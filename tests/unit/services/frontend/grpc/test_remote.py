@@ -315,6 +315,8 @@ def test_removed_version_is_noticed_by_a_lookup(serve, connect, small, monkeypat
         # A poll that is the first to hear of the change makes it another error.
         patch.setattr(nodes, "_start_polls", lambda: None)
         until(lambda: not nodes._polls)
+        time.sleep(0.2)  # so that a call of it that began before has started its polls
+        until(lambda: not nodes._polls)
         serve_models(small, {**small.node.models, "words": replace(served, version=2)})
         small.state.serve(small.node)
         with pytest.raises(Unavailable, match="version 1 is not found"):
