@@ -2,8 +2,8 @@
 
 Tables of 64 M slots of float32 rows under LRU, calls of 1,048,576 keys whose arrays are on the device. Finds
 are timed by CUDA events, medians of 30 calls after a warm-up, as HierarchicalKV's driver times them
-(`benchmarks/peers/gpu_hkv.cu`); writes by the host's clock until the device is done, medians of 20. Keys of a
-call are different ones, which HierarchicalKV is told (``unique_key``); ours finds out.
+(`benchmarks/peers/gpu_hkv.cu`); writes by the host's clock until the device is done, medians of 20. Keys
+within a call are distinct: HierarchicalKV is called with ``unique_key=true``; `Table` needs no such option.
 
 Row numbers: `Table.find_rows`, and the GPU cache's numbers, against HierarchicalKV's ``find*``, which returns
 pointers. At load 1, keys are random among those inserted last.

@@ -55,7 +55,7 @@ def look_up_bags(
             f"weights are {type(weights).__name__}, keys {type(keys).__name__}: not alike"
         )
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @tf.custom_gradient  # type: ignore[untyped-decorator] # TensorFlow has no types
     def weighted(factors: Any) -> Any:
         pooled = _call(look_up, [*inputs, factors, *structure], shape, table.dtype)
         return pooled, _refuse_gradient

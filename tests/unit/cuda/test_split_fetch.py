@@ -105,7 +105,10 @@ class Host:
 
     def stream(self):
         device, log = self.inside[-1], self.log
-        wait = lambda event: log.append(("wait", device, event.of))  # noqa: E731
+
+        def wait(event):
+            log.append(("wait", device, event.of))
+
         return SimpleNamespace(device=device, ptr=device, wait_event=wait)
 
     # -- kernels -------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def test_import_raises_an_error_with_the_remedy(keras, cause):
 def test_keras_is_there_in_continuous_integration():
     """The other tests of this folder are skipped without it."""
     try:
-        import tests.support.keras3  # noqa: F401
+        import tests.support.keras3  # noqa: F401  # skips if Keras is missing
     except pytest.skip.Exception as missing:
         if os.environ.get("CI"):
             pytest.fail(str(missing))
